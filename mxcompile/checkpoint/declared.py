@@ -176,19 +176,6 @@ def compressed_tensors_config(ignored: Iterable[str], stored_modules: Mapping[st
     }
 
 
-def mxfp8_config(ignored: Iterable[str], _: Mapping[str, Format]) -> dict[str, Any]:
-    """Returns the quantization_config of MXFP8 in SGLang's layout. ignored: modules not quantized."""
-    return {
-        "quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
-        "weight_block_size": [1, 32], "ignored_layers": sorted(set(ignored)),
-    }  # fmt: skip
-
-
-def modelopt_config(ignored: Iterable[str], _: Mapping[str, Format]) -> dict[str, Any]:
-    """Returns the quantization_config of MXFP8 in ModelOpt's layout. ignored: modules not quantized."""
-    return {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": sorted(set(ignored))}
-
-
 def _mxfp8(source: str, about: Mapping[str, Any]) -> Declared:
     """Reads MXFP8 of MiniMax and SGLang; experts may be NVFP4."""
     tile = _tile(source, about.get("weight_block_size"))

@@ -25,7 +25,7 @@ from mxcompile.compiler.parameter_uses import uses
 from mxcompile.compiler.session.session import compiled_policy, session_of
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
-from mxcompile.formats import BLOCK, Format, Tile, is_quantized, stored_labels
+from mxcompile.formats import BLOCK, Tile, is_quantized, stored_labels
 from mxcompile.formats.encoding import encode_tensors, pack, tensor_amax
 from mxcompile.formats.two_level import gain
 from mxcompile.models.arguments import check_module
@@ -97,24 +97,17 @@ def export_weights(
     resolved = compiled_policy(model) if policy is None else Policy.resolve(policy)
     uses_by_path = uses(model, resolved, args, kwargs, weight_uses, training=False).by_path
     exported = ExportedWeights(model, form, {path: common_cast(use) for path, use in uses_by_path.items()})
-    _check_complete(model, resolved, exported.weights)
-    if not any(weight.stored for weight in exported.weights.weights):
-        raise ModelError(f"no weight would be exported in {stored_labels()}\n{exported.weights}")
-    return exported
-
-
-def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) -> None:
-    """Raises `ModelError` if the trace did not reach a layer that the plan of `model` quantizes."""
-    plan = session_of(model).plan
-    unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == UNSEEN.reason}
-    quantized = (
-        {record.name for record in plan.records(policy) if is_quantized(record.precision)} if plan else set()
-    )
-    if lost := sorted(unseen & quantized):
+    plan, rows = session_of(model).plan, exported.weights.weights
+    unseen = {row.name.removesuffix(".weight") for row in rows if row.reason == UNSEEN.reason}
+    records = plan.records(resolved) if plan else ()
+    if lost := sorted(unseen & {record.name for record in records if is_quantized(record.precision)}):
         raise ModelError(
             f"{lost[0]} runs in a quantized format, but a trace of the model does not reach it: call"
             " export_weights with policy=… before the model is first called"
         )
+    if not any(weight.stored for weight in exported.weights.weights):
+        raise ModelError(f"no weight would be exported in {stored_labels()}\n{exported.weights}")
+    return exported
 
 
 class ExportedWeights:
@@ -185,11 +178,22 @@ def _cut(value: Any, how: WeightUse) -> str:
 
 
 def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
-    """Returns the whole tensor `value`, quantized. Each rank casts its shard, unless scales are two-level."""
+    """Returns the whole tensor `value`, quantized. Each rank casts its shard, unless scales are two-level.
+
+    The scale of a square tile is repeated for each of its rows.
+    """
     form = how.form
     assert form is not None
     if form.two_level:
-        return _two_level(_whole(value), how, form)
+        value = _whole(value)
+        if not how.square:
+            return cast(value, -1, form)
+        amax = tensor_amax(value)
+        square = replace(form, tile=Tile(form.tile.along, form.tile.along))
+        codes, scale = encode_tensors(value, -1, square, amax=amax)
+        rows = scale.repeat_interleave(form.tile.along, -2)[..., : value.shape[-2], :].contiguous()
+        elements = pack(codes, -1, form.elem).view(form.stored_dtype)
+        return MXTensor(elements, rows, -1, value.dtype, gain(amax, form))
     shard = local(value)
     shard = shard.master if isinstance(shard, MasterWeight) else shard
     if how.square:
@@ -201,18 +205,6 @@ def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
     codes = _gathered(value, codes.view(torch.uint8), value.shape[-1] // form.elem.per_byte)
     scales = _gathered(value, scales, value.shape[-1] // BLOCK)
     return MXTensor(codes.view(form.stored_dtype), scales.view(torch.float8_e8m0fnu), -1, value.dtype)
-
-
-def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
-    """Returns `value` stored in `form`. The scale of a square tile is repeated for each of its rows."""
-    if not how.square:
-        return cast(value, -1, form)
-    tiles = replace(form, tile=Tile(form.tile.along, form.tile.along))
-    amax = tensor_amax(value)
-    codes, scale = encode_tensors(value, -1, tiles, amax=amax)
-    rows = scale.repeat_interleave(form.tile.along, -2)[..., : value.shape[-2], :].contiguous()
-    elements = pack(codes, -1, form.elem)
-    return MXTensor(elements.view(form.stored_dtype), rows, -1, value.dtype, gain(amax, form))
 
 
 def _gathered(like: Any, part: Tensor, width: int) -> Tensor:

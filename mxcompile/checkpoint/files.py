@@ -1,12 +1,20 @@
-"""Reading safetensors checkpoints: one file, or a directory of shards with its index.
+"""Files of safetensors checkpoints: one file, or a directory of shards with its index.
 
 Headers are read at open, tensors on access. Nothing is unpickled, and file names that leave the directory are
-refused. A fault of a checkpoint raises a `CheckpointError` with one line that names the file.
+refused. A fault of a checkpoint raises a `CheckpointError` with one line that names the file. A directory is
+written atomically: as a temporary directory beside it, which is synced and renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +23,8 @@ import torch
 from torch import Tensor
 
 from mxcompile.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -30,8 +40,7 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
 }  # fmt: skip
 
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""Dtype names in safetensors."""
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +82,9 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Opens the checkpoint at `path`, a safetensors file or a directory. Raises `CheckpointError`."""
         path = Path(path)
-        index = _weight_map(path) if (path / INDEX).is_file() else None
-        files = _shards(path) if index is None else _of_index(path, index)
+        has_index = (path / INDEX).is_file()
+        index = _weight_map(path) if has_index else {}
+        files = tuple(path / name for name in sorted({*index.values()})) if has_index else _shards(path)
         entries: dict[str, Entry] = {}
         metadata: list[dict[str, str]] = []
         for file in files:
@@ -90,7 +100,7 @@ class Checkpoint:
                             f"{file}: {name!r} has dtype {word}, which mxcompile does not read"
                         )
                     entries[name] = Entry(name=name, file=file, dtype=_DTYPES[word], shape=shape)
-        for name, file_name in (index or {}).items():
+        for name, file_name in index.items():
             if name not in entries or entries[name].file.name != file_name:
                 raise CheckpointError(f"{path / INDEX}: {name!r} is not in {file_name}")
         return cls(path=path, entries=entries, metadata=tuple(metadata), files=files)
@@ -147,25 +157,22 @@ def _shards(path: Path) -> tuple[Path, ...]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
+    """Returns the names of the files of all tensors by the index in the directory `path`, checked."""
+    file = path / INDEX
     try:
-        weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weights = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / INDEX} is not an index of safetensors: {line_of(error)}") from None
-    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
-        raise CheckpointError(f"{path / INDEX}: its weight_map does not map names to files")
-    return weights
-
-
-def _of_index(path: Path, index: dict[str, str]) -> tuple[Path, ...]:
-    names = sorted({*index.values()})
-    for name in names:
+        raise CheckpointError(f"{file} is not an index of safetensors: {line_of(error)}") from None
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
+        raise CheckpointError(f"{file}: its weight_map does not map names to files")
+    for name in sorted({*weights.values()}):
         if PurePosixPath(name).name != name or "\\" in name or name in ("", ".", ".."):
-            raise CheckpointError(f"{path / INDEX}: {name!r} is not a file of this directory")
+            raise CheckpointError(f"{file}: {name!r} is not a file of this directory")
         if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path / INDEX}: {name!r} is not a safetensors file")
+            raise CheckpointError(f"{file}: {name!r} is not a safetensors file")
         if not (path / name).is_file():
-            raise CheckpointError(f"{path / INDEX}: {name!r} is missing")
-    return tuple(path / name for name in names)
+            raise CheckpointError(f"{file}: {name!r} is missing")
+    return weights
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -177,3 +184,83 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} is not a JSON object")
     return data
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Yields a temporary directory, which becomes `target` if the context ends without an error.
+
+    A killed process leaves its directory behind. It stays, because a process on another machine or in another
+    container may still write it; a warning names it.
+
+    Args:
+        target: The directory to write, an absolute path.
+
+    Yields:
+        An empty directory.
+
+    Raises:
+        CheckpointError: `target` exists, or the file system reports an error.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already: name another directory")
+    name = target.name[:100]
+    partial = target.with_name(f".{name}.{uuid.uuid4().hex}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for path in target.parent.glob(f".{glob.escape(name)}.{'?' * 32}.partial"):
+            log.warning("%s is from an interrupted run: remove it, unless a process still writes it", path)
+        partial.mkdir()
+        try:
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        _sync(target.parent)
+    except OSError as error:
+        where = error.filename2 or error.filename or target
+        raise CheckpointError(f"{where}: {error.strerror or error}") from error
+
+
+def write_tensors(
+    file: Path, specs: Mapping[str, Tensor], values: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
+) -> None:
+    """Writes a safetensors file from a stream of tensors, without keeping them in memory.
+
+    Args:
+        file: The file.
+        specs: Tensors with the shape and dtype of every tensor, for example on the meta device.
+        values: The tensors, in any order.
+        metadata: Metadata of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    # wide elements come first, which aligns all tensors to their element size
+    for name in sorted(specs, key=lambda name: (-specs[name].element_size(), name)):
+        start, end = end, end + specs[name].nbytes
+        dtype, shape = _DTYPE_NAMES[specs[name].dtype], list(specs[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        handle.truncate(handle.tell() + end)
+        for name, value in values:
+            handle.seek(8 + len(text) + header[name]["data_offsets"][0])
+            handle.write(value.reshape(-1).view(torch.uint8).numpy(force=True).data)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Writes a JSON file."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    """Flushes the content of a file, or the renames in a directory, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

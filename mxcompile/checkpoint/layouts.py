@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.checkpoint import separate, torchao
-from mxcompile.checkpoint.declared import (
-    compressed_tensors_config,
-    modelopt_config,
-    mxfp8_config,
-    quantization_config,
-)
+from mxcompile.checkpoint.declared import compressed_tensors_config, quantization_config
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.weight_entries import (
     MXFP4,
@@ -246,9 +241,7 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         FileLayout(
-            name=COMPRESSED_TENSORS,
-            forms=(MXFP8, MXINT8, MXFP4, NVFP4),
-            config=compressed_tensors_config,
+            name=COMPRESSED_TENSORS, forms=(MXFP8, MXINT8, MXFP4, NVFP4), config=compressed_tensors_config
         ),
         FileLayout(
             name=TORCHAO,
@@ -264,11 +257,20 @@ LAYOUTS = {
             name="mxfp8",
             forms=(MXFP8,),
             parts=lambda name, _: (name, f"{name}{SUFFIX}_inv"),
-            config=mxfp8_config,
+            config=lambda ignored, _: {
+                "quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
+                "weight_block_size": [1, 32], "ignored_layers": sorted(set(ignored)),
+            },
         ),
-        FileLayout(name="modelopt", forms=(MXFP8,), config=modelopt_config),
+        FileLayout(
+            name="modelopt",
+            forms=(MXFP8,),
+            config=lambda ignored, _: {
+                "quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": sorted(set(ignored)),
+            },
+        ),
         FileLayout(name="fp8"),
         FileLayout(name="auto-round"),
     )
-}
+}  # fmt: skip
 """The layouts by name, which is also the quant_method of config.json. The first is the default."""

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.checkpoint.files import line_of, read_json
-from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
+from mxcompile.checkpoint.files import line_of, new_directory, read_json, write_json, write_tensors
 from mxcompile.errors import CheckpointError, ModelError, OptionError
 from mxcompile.lowering.cpu.features import capabilities
 from mxcompile.models.wrappers import user_model

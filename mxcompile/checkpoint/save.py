@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mxcompile.checkpoint.files import INDEX, Checkpoint
+from mxcompile.checkpoint.files import INDEX, Checkpoint, new_directory, write_json, write_tensors
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, Config, FileLayout, layout_of
-from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
 from mxcompile.checkpoint.weight_entries import MXINT8
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_labels
@@ -65,22 +64,17 @@ def save_quantized(
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             log.warning("%s is a %s, which no checkpoint contains", name, type(value).__name__)
-    _warn_of_tables(model)
-    with new_directory(target) as partial:
-        _write_shards(partial, state, form, max_shard_bytes)
-        _write_configs(partial, model, state, form)
-
-
-def _warn_of_tables(model: nn.Module) -> None:
-    """Warns about quantized embeddings, because other tools read quantized weights of layers only."""
-    embeddings = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Embedding))
-    for name, embedding in embeddings:
-        if isinstance(embedding.weight, MXTensor) and embedding.weight.form.stored != MXINT8:
+    for name, layer in model.named_modules():
+        table = layer.weight if isinstance(layer, nn.Embedding) else None
+        if isinstance(table, MXTensor) and table.form.stored != MXINT8:
             log.warning(
                 "%s is an embedding, whose codes mxcompile.load_quantized reads. Other tools take them for"
                 " values. A policy rule can keep its table: match role embedding, use bf16",
                 user_path(name),
             )
+    with new_directory(target) as partial:
+        _write_shards(partial, state, form, max_shard_bytes)
+        _write_configs(partial, model, state, form)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -104,11 +98,19 @@ def published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: FileLayout, limit: int) -> None:
-    shards = list(_shards(state, limit))
-    for number, names in enumerate(shards, 1):
+    """Writes `state` to files of at most `limit` bytes; a larger tensor has a file of its own."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, value in state.items():
+        value_bytes = value.stored_bytes if isinstance(value, MXTensor) else value.nbytes
+        if shards[-1] and size + value_bytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = value
+        size += value_bytes
+    for number, weights in enumerate(shards, 1):
         alone = len(shards) == 1
         file = "model.safetensors" if alone else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weights = {name: state[name] for name in names}
         tensors = packed(weights, layout)
         write_tensors(directory / file, tensors, tensors.items(), layout.metadata(weights))
     write_index(directory)
@@ -128,24 +130,7 @@ def packed(weights: Mapping[str, Tensor], layout: FileLayout) -> dict[str, Tenso
     return {key: part for name, weight in weights.items() for key, part in layout.pack(name, weight).items()}
 
 
-def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
-    """Yields the names of `state` in groups that fit in a file of `limit` bytes."""
-    names: list[str] = []
-    size = 0
-    for name, value in state.items():
-        value_bytes = value.stored_bytes if isinstance(value, MXTensor) else value.nbytes
-        if names and size + value_bytes > limit:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += value_bytes
-    if names:
-        yield names
-
-
-def _write_configs(
-    directory: Path, model: nn.Module, state: Mapping[str, Tensor], layout: FileLayout
-) -> None:
+def _write_configs(directory: Path, model: Any, state: Mapping[str, Tensor], layout: FileLayout) -> None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return
@@ -154,8 +139,10 @@ def _write_configs(
     if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # `to` does not change the config's
         raw["dtype"] = str(dtype).removeprefix("torch.")
     raw.pop("quantization_config", None)
-    if raw.get("tie_word_embeddings", True) and _are_apart(model):
-        raw["tie_word_embeddings"] = False
+    if raw.get("tie_word_embeddings", True) and hasattr(model, "get_output_embeddings"):
+        head = getattr(model.get_output_embeddings(), "weight", None)
+        if isinstance(head, MXTensor) and head is not model.get_input_embeddings().weight:
+            raw["tie_word_embeddings"] = False  # the head's copy is stored quantized, the embedding's is not
     if layout.config is not None:
         linears = ((name, linear) for name, linear in model.named_modules() if isinstance(linear, nn.Linear))
         modules = {user_path(name): linear.weight for name, linear in linears}
@@ -164,14 +151,6 @@ def _write_configs(
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         write_json(directory / "generation_config.json", json.loads(generation.to_json_string()))
-
-
-def _are_apart(model: Any) -> bool:
-    """Whether embedding and head shared one weight, but the head's copy is now stored quantized."""
-    if not hasattr(model, "get_output_embeddings"):
-        return False
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    return isinstance(head, MXTensor) and head is not model.get_input_embeddings().weight
 
 
 def quantization_config(

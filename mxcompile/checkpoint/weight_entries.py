@@ -75,7 +75,10 @@ def stored_weight(
     for dim in range(-1, -len(shape) - 1, -1):
         whole = [*shape[:dim], shape[dim] * form.elem.per_byte, *shape[len(shape) + dim + 1 :]]
         for tile_size in _tiles(form, dim, tile):
-            if _fits(scale, scale_shape(whole, dim, tile_size)):
+            expected, actual = scale_shape(whole, dim, tile_size), [*scale.shape]
+            if scale.dtype in _FLOATS and len(actual) != len(expected):  # sizes of 1 are optional
+                expected, actual = ([size for size in sizes if size != 1] for sizes in (expected, actual))
+            if actual == expected:
                 parts = [entry, scale] if global_scale is None else [entry, scale, global_scale]
                 is_whole = form.scale is ScaleType.FP32 and tile_size.along == WHOLE
                 return StoredWeight(
@@ -132,13 +135,6 @@ def _tiles(form: Format, dim: int, tile: Tile | None) -> Sequence[Tile]:
     if form.scale is ScaleType.FP32:
         return Tile.TENSOR, Tile.CHANNEL, _SQUARE, form.tile
     return (form.tile,) if form.two_level else (form.tile, _SQUARE)
-
-
-def _fits(scale: Entry, shape: Sequence[int]) -> bool:
-    """Whether `scale` has `shape`; floating-point scales may lack dimensions of 1, or have more of them."""
-    if scale.dtype not in _FLOATS or len(scale.shape) == len(shape):
-        return scale.shape == tuple(shape)
-    return [size for size in scale.shape if size != 1] == [size for size in shape if size != 1]
 
 
 def row_scales(scale: Tensor, weight: StoredWeight, where: str) -> Tensor:

@@ -64,16 +64,16 @@ def add_model(command: argparse.ArgumentParser, name: str = "model", **settings:
     )
 
 
-def sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the size and dtype arguments of `add_model`, for `load_model`."""
-    return {"batch": options.batch, "length": options.length, "dtype": options.dtype}
+def selected(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Returns the values of the arguments `names`, as keyword arguments of a function."""
+    return {name: getattr(options, name) for name in names}
 
 
 def loaded(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """Returns the model of `add_model` with its arguments."""
     from mxcompile.models.named import load_model
 
-    model = load_model(options.model, **sizes(options))
+    model = load_model(options.model, **selected(options, "batch", "length", "dtype"))
     return model.model, model.args, model.kwargs
 
 

@@ -54,7 +54,8 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
                 f"--weights {error}; a factory, package.module:factory, can read files of any kind"
             ) from None
     torch.manual_seed(options.seed)
-    loaded = load_model(options.model, from_directory, **arguments.sizes(options))
+    sizes = arguments.selected(options, "batch", "length", "dtype")
+    loaded = load_model(options.model, from_directory, **sizes)
     if checkpoint is not None:
         load_weights(loaded.model, checkpoint)
         loaded = dataclasses.replace(loaded, made_up="inputs" if loaded.made_up else "")
@@ -113,9 +114,16 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
     from mxcompile.analysis.audit import audit, form_of
+    from mxcompile.analysis.compare import compare
 
     if options.compare is not None:
-        return _compare(options)
+        reason = "--compare prints its tables and nothing else"
+        arguments.leave_out(options, reason, "output", "by", "plots")
+        policies = arguments.policies_of(options.compare)
+        with arguments.quiet(), measured(options) as loaded:
+            comparison = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
+        print(noted(comparison, loaded))
+        return 0
     arguments.check_output(options, form_of)
     arguments.check_plots(options.plots)
     with arguments.quiet(), measured(options) as loaded:
@@ -127,15 +135,4 @@ def run(options: argparse.Namespace) -> int:
         print(f"\nwritten to {options.output}")
     if options.plots is not None:
         print(f"drawn: {', '.join(map(str, result.plot(options.plots)))}")
-    return 0
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from mxcompile.analysis.compare import compare
-
-    arguments.leave_out(options, "--compare prints its tables and nothing else", "output", "by", "plots")
-    policies = arguments.policies_of(options.compare)
-    with arguments.quiet(), measured(options) as loaded:
-        comparison = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
-    print(noted(comparison, loaded))
     return 0

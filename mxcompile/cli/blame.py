@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output, positive, quiet, share, show_policy
+from mxcompile.cli.arguments import add_output, check_output, positive, quiet, selected, share, show_policy
 from mxcompile.cli.audit import add_measured, measured, noted
 
 
@@ -63,11 +63,8 @@ def run(options: argparse.Namespace) -> int:
             *loaded.args,
             policy=policy,
             against=against,
-            of=options.of,
-            remove=options.remove,
-            max_runs=options.max_runs,
-            repeats=options.repeats,
             announce=lambda sentence: print(sentence, file=sys.stderr),
             kwargs=loaded.kwargs,
+            **selected(options, "of", "remove", "max_runs", "repeats"),
         )
     return show_policy(noted(result, loaded), options, success=bool(result.parts))

@@ -53,15 +53,11 @@ def run(options: argparse.Namespace) -> int:
             codegen(
                 model,
                 *args,
-                target=options.target,
                 out_dir=None if number else options.output,
                 training=not options.inference,
                 policy=policy,
-                rates=options.rates,
-                attention=options.attention,
-                mesh=options.mesh,
-                parallel=options.parallel,
                 kwargs=kwargs,
+                **arguments.selected(options, "target", "rates", "attention", "mesh", "parallel"),
             )
             for number, policy in enumerate([options.policy, *others])
         ]

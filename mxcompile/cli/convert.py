@@ -42,10 +42,9 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
-    from mxcompile.checkpoint.convert import convert
-    from mxcompile.checkpoint.files import Checkpoint
+    from mxcompile.checkpoint.convert import convert, plan_conversion
+    from mxcompile.checkpoint.files import Checkpoint, read_json
     from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, layout_of
-    from mxcompile.checkpoint.plan import plan_conversion
     from mxcompile.models.named import load_model
     from mxcompile.storage.weights import StoredWeights
 
@@ -66,7 +65,9 @@ def run(options: argparse.Namespace) -> int:
         )
     before, after = (Checkpoint.open(path).num_bytes for path in (options.source, options.target))
     print(f"{table}\n\nwritten: {_sizes(options, before, after)}")
-    if options.layout == COMPRESSED_TENSORS and (dtype := _dtype(options.target)) not in ("", "bfloat16"):
+    file = options.target / "config.json"
+    raw = read_json(file) if options.layout == COMPRESSED_TENSORS and file.is_file() else {}
+    if (dtype := str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")) != "bfloat16":
         print(
             f"its config.json has dtype {dtype}, but compressed-tensors decompresses to bfloat16: load it"
             " with from_pretrained(…, dtype=torch.bfloat16)"
@@ -80,12 +81,3 @@ def _sizes(options: argparse.Namespace, before: int, after: int) -> str:
 
     share = f" ({after / before:.0%})" if before else ""
     return f"{options.source} {byte_count(before)}, {options.target} {byte_count(after)}{share}"
-
-
-def _dtype(directory: Path) -> str:
-    """Returns the dtype in the config.json of a checkpoint, "" without one."""
-    from mxcompile.checkpoint.files import read_json
-
-    file = directory / "config.json"
-    raw = read_json(file) if file.is_file() else {}
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "")

@@ -6,15 +6,10 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mxcompile.cli.arguments import share
 from mxcompile.errors import OptionError, not_allowed
-
-if TYPE_CHECKING:
-    from mxcompile.analysis.audit.diff import AuditDifference
-    from mxcompile.report.diff import Difference
-
 
 FailCondition = tuple[str, float]
 """A condition for exit status 1: a word of `_CONDITIONS`, and the value that must be exceeded."""
@@ -84,7 +79,21 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
-    of_model, of_numerics = _compared(options.old, options.new)
+    from mxcompile.analysis.audit.diff import compare_audits
+    from mxcompile.analysis.audit.measure import Audit
+    from mxcompile.report import Report
+    from mxcompile.report.data import schema
+    from mxcompile.report.diff import compare
+    from mxcompile.report.files import load
+
+    old, new = options.old, options.new
+    kind, new_kind = (load(path, "file", schema.kind_of) for path in (old, new))
+    if kind != new_kind:
+        raise OptionError(
+            f"{old} is of kind {kind}, {new} of kind {new_kind}: compare two reports or two audits"
+        )
+    of_numerics = None if kind == "report" else compare_audits(Audit.load(old), Audit.load(new))
+    of_model = of_numerics.report if of_numerics else compare(Report.load(old), Report.load(new))
     conditions = options.fail_on or DEFAULT
     if of_numerics is None and any(word == "sqnr-drop" for word, _ in conditions):
         raise OptionError(
@@ -96,23 +105,3 @@ def run(options: argparse.Namespace) -> int:
     drops |= {} if of_numerics is None else {"sqnr-drop": of_numerics.sqnr_drop}
     failed = of_model.is_unrelated or any(drops[word] > limit for word, limit in conditions)
     return 1 if failed else 0
-
-
-def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]:
-    """Returns the changes of the reports, and of the numerics if the files are audits."""
-    from mxcompile.analysis.audit.diff import compare_audits
-    from mxcompile.analysis.audit.measure import Audit
-    from mxcompile.report import Report
-    from mxcompile.report.data import schema
-    from mxcompile.report.diff import compare
-    from mxcompile.report.files import load
-
-    kinds = [load(path, "file", schema.kind_of) for path in (old, new)]
-    if kinds[0] != kinds[1]:
-        raise OptionError(
-            f"{old} is of kind {kinds[0]}, {new} of kind {kinds[1]}: compare two reports or two audits"
-        )
-    if kinds[0] == "report":
-        return compare(Report.load(old), Report.load(new)), None
-    changes = compare_audits(Audit.load(old), Audit.load(new))
-    return changes.report, changes

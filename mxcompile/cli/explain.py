@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mxcompile.cli import arguments
-
-if TYPE_CHECKING:
-    from mxcompile.report import Report
 
 
 def add_to(commands: Any) -> None:
@@ -61,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
     from mxcompile.analysis.compare import estimates
     from mxcompile.analysis.explain.explainer import explain
+    from mxcompile.analysis.explain.sweep import TOKENS, sweep
+    from mxcompile.policy import Policy
     from mxcompile.report import form_of
     from mxcompile.report.forms.text import to_summary
 
@@ -83,21 +82,13 @@ def run(options: argparse.Namespace) -> int:
     elif options.why is not None:
         print("\n\n".join(map(str, result.why(options.why))))
     elif options.sweep is not None:
-        _sweep(options, result)
+        swept = sweep(result, options.sweep or TOKENS)
+        print(swept)
+        if any(rule.match.min_m or rule.match.max_m for rule in Policy.resolve(options.policy).rules):
+            print("rules with min_m or max_m were matched at the tokens of the inputs, not at each row's")
+        if options.output is not None:
+            swept.plot(options.output)
+            print(f"drawn: {options.output}")
     else:
         arguments.show(result, options, f"{to_summary(result)}\n\n")
     return 0
-
-
-def _sweep(options: argparse.Namespace, report: Report) -> None:
-    """Prints the estimates at other numbers of tokens, and draws them with ``--output``."""
-    from mxcompile.analysis.explain.sweep import TOKENS, sweep
-    from mxcompile.policy import Policy
-
-    result = sweep(report, options.sweep or TOKENS)
-    print(result)
-    if any(rule.match.min_m or rule.match.max_m for rule in Policy.resolve(options.policy).rules):
-        print("rules with min_m or max_m were matched at the tokens of the inputs, not at each row's")
-    if options.output is not None:
-        result.plot(options.output)
-        print(f"drawn: {options.output}")

@@ -70,15 +70,14 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.analysis.explain.rank import explain_rank, sweep_meshes
     from mxcompile.mesh.report import form_of
 
-    names = ("policy", "target", "parallel", "links", "node")
-    named: dict[str, Any] = {name: getattr(options, name) for name in names}
+    named = arguments.selected(options, "policy", "target", "parallel", "links", "node")
     named["training"] = not options.inference
     if not options.mesh.isdecimal():
         arguments.leave_out(
             options, "a memory limit selects among the meshes of RANKS, and this is one mesh", "memory_gb"
         )
         arguments.check_output(options, form_of)
-        named |= {"mesh": options.mesh, "schedule": options.schedule, "microbatches": options.microbatches}
+        named |= arguments.selected(options, "mesh", "schedule", "microbatches")
         with arguments.quiet(), arguments.working(f"tracing {options.model} on one rank of {options.mesh}"):
             model, args, kwargs = arguments.of_ranks(options)
             report = explain_rank(model, *args, kwargs=kwargs, **named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output, quiet, share, show_policy
+from mxcompile.cli.arguments import add_output, check_output, quiet, selected, share, show_policy
 from mxcompile.cli.audit import add_measured, measured, noted
 
 
@@ -52,17 +52,13 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.analysis.tune import Bounds, check_mix, tune
 
     check_output(options)
-    bounds = Bounds(min_sqnr=options.min_sqnr, max_loss_gap=options.max_loss_gap)
+    Bounds(min_sqnr=options.min_sqnr, max_loss_gap=options.max_loss_gap)  # checks them
     check_mix(options.among, options.target)
     with quiet(), measured(options) as loaded:
         result = tune(
             loaded.model,
             *loaded.args,
-            min_sqnr=bounds.min_sqnr,
-            max_loss_gap=bounds.max_loss_gap,
-            policy=options.policy,
-            among=options.among,
-            target=options.target,
             kwargs=loaded.kwargs,
+            **selected(options, "min_sqnr", "max_loss_gap", "policy", "among", "target"),
         )
     return show_policy(noted(result, loaded), options, success=result.met)

@@ -6,19 +6,26 @@ Each rank casts its own shard and sends qdata and scales, which the GEMMs of eve
 of whole tiles, so a cast of the gathered weight would give the same bits. Shards, gradients, optimizer states
 and checkpoints stay plain tensors in the master's precision. Other weights are gathered without a cast: they
 have a reader that is not a GEMM, or shards that cut tiles.
+
+State dicts contain plain tensors, on saving and on loading:
+
+    state_dict()                     MasterWeight, or a DTensor of one  →  its values, in the same memory
+    load_state_dict(assign=True)     values  →  MasterWeight with the cast of the present parameter
+
+Checkpoints (``torch.save``, DCP, safetensors) therefore have the same tensors as without mxcompile.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mxcompile.compiler.parameter_uses import uses
-from mxcompile.distributed.states import register_state_hooks
-from mxcompile.distributed.table import GatheredWeight, QuantizedGathers
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local, uneven, with_local
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.formats import num_blocks
@@ -26,8 +33,72 @@ from mxcompile.models.names import Owner, owners
 from mxcompile.models.wrappers import user_model
 from mxcompile.passes.squares import TileUse, tile_uses
 from mxcompile.policy import Policy
+from mxcompile.report.data.fold import spelled
+from mxcompile.report.forms.tables import drawn, fitted
+from mxcompile.report.forms.words import byte_count
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredWeight:
+    """The gather format of one weight of a linear layer.
+
+    Attributes:
+        name: Path of the parameter.
+        role: Role of the layer.
+        shape: Shape of the weight before FSDP2 shards it. Under tensor parallelism, shape of the local shard.
+        travels: Whether FSDP2 gathers the weight in MXFP8.
+        reason: Reason for the format.
+        num_bytes: Bytes of the gathered tensors.
+        bytes_bf16: Bytes of the weight in BF16.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    travels: bool
+    reason: str
+    num_bytes: int
+    bytes_bf16: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedGathers:
+    """The gather format of every weight of a model's linear layers.
+
+    ``print`` shows a table with equal weights folded into a row.
+
+    Attributes:
+        weights: One entry for each weight, in module order.
+    """
+
+    weights: tuple[GatheredWeight, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes gathered for the weights in MXFP8."""
+        return sum(weight.num_bytes for weight in self.weights if weight.travels)
+
+    @property
+    def bytes_bf16(self) -> int:
+        """Bytes of the same weights in BF16."""
+        return sum(weight.bytes_bf16 for weight in self.weights if weight.travels)
+
+    def __str__(self) -> str:
+        travel = sum(weight.travels for weight in self.weights)
+        share = f" ({self.num_bytes / self.bytes_bf16:.1%} of BF16)" if self.bytes_bf16 else ""
+        head = (
+            f"{travel} of {len(self.weights)} weights are gathered in MXFP8:"
+            f" {byte_count(self.num_bytes)}{share}"
+        )
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for weight in self.weights:
+            shape, precision = "×".join(map(str, weight.shape)), "mxfp8" if weight.travels else "unchanged"
+            alike.setdefault((weight.role, shape, precision, weight.reason), []).append(weight.name)
+        table = [["weight", "role", "shape", "gathered", "reason"]]
+        table += ([spelled(names), *cells] for cells, names in alike.items())
+        return f"{head}\n\n{drawn(fitted(table, ('weight', 'reason')))}" if self.weights else head
 
 
 def quantize_gathers_(
@@ -68,8 +139,16 @@ def quantize_gathers_(
         >>> fully_shard(model, mesh=mesh)
     """
     model = user_model(model)
-    ranks = _ranks(mesh)
-    _refuse_sharded(model)
+    if mesh is None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise OptionError(
+            "quantize_gathers_ needs mesh=…, the mesh of fully_shard, or a default process group"
+        )
+    ranks = torch.distributed.get_world_size() if mesh is None else int(mesh.shape[-1])
+    for path, module in model.named_modules():
+        names = {kind.__name__ for kind in type(module).__mro__}
+        if names & {"FSDPModule", "FullyShardedDataParallel"}:
+            where = path or type(module).__name__
+            raise ModelError(f"{where} is sharded already: call quantize_gathers_ before fully_shard")
     layers = uses(model, Policy.resolve(policy), args, kwargs, tile_uses, training=True).by_path
     places = owners(model)
     casts = {
@@ -81,28 +160,16 @@ def quantize_gathers_(
     if not any(weight.travels for weight in result.weights):
         raise ModelError(f"no weight would be gathered in MXFP8\n{result}")
     for path, cast in casts.items():
-        if isinstance(cast, TileCast):
-            _put(places[path], cast)
+        if not isinstance(cast, TileCast):
+            continue
+        parameter: nn.Parameter = getattr(*places[path][0])
+        wrap = functools.partial(MasterWeight, cast=cast)
+        master = nn.Parameter(with_local(parameter.detach(), wrap), parameter.requires_grad)
+        vars(master).update(vars(parameter))
+        for module, name in places[path]:
+            module._parameters[name] = master
+            register_state_hooks(module)
     return result
-
-
-def _ranks(mesh: Any) -> int:
-    """Returns the number of ranks that FSDP2 shards over."""
-    if mesh is not None:
-        return int(mesh.shape[-1])
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise OptionError(
-            "quantize_gathers_ needs mesh=…, the mesh of fully_shard, or a default process group"
-        )
-    return torch.distributed.get_world_size()
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        names = {kind.__name__ for kind in type(module).__mro__}
-        if names & {"FSDPModule", "FullyShardedDataParallel"}:
-            where = path or type(module).__name__
-            raise ModelError(f"{where} is sharded already: call quantize_gathers_ before fully_shard")
 
 
 def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> TileCast | str:
@@ -144,13 +211,32 @@ def _row(path: str, owner: Owner, layers: Sequence[TileUse], cast: TileCast | st
     )
 
 
-def _put(places: Sequence[Owner], cast: TileCast) -> None:
-    """Replaces the parameter at `places` by a `MasterWeight`."""
-    parameter: nn.Parameter = getattr(*places[0])
-    master = nn.Parameter(
-        with_local(parameter.detach(), lambda values: MasterWeight(values, cast)), parameter.requires_grad
-    )
-    vars(master).update(vars(parameter))
-    for module, name in places:
-        module._parameters[name] = master
-        register_state_hooks(module)
+def register_state_hooks(module: nn.Module) -> None:
+    """Registers the state dict hooks on `module`. A second call changes nothing."""
+    if _after_saving not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_after_saving)
+        module.register_load_state_dict_pre_hook(_before_loading)
+
+
+def _after_saving(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # not for keep_vars=True
+            state_dict[prefix + name] = with_local(
+                value, lambda tensor: tensor.master if isinstance(tensor, MasterWeight) else tensor
+            )
+
+
+def _before_loading(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        shard = None if parameter is None else local(parameter)
+        if isinstance(shard, MasterWeight) and isinstance(value, Tensor):
+            wrap = functools.partial(MasterWeight, cast=shard.cast)
+            state_dict[prefix + name] = with_local(value.detach(), wrap)

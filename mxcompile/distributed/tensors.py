@@ -137,16 +137,12 @@ class MasterWeight(Tensor):
         """
         if out is not None:
             return None
-        qdata, scale = self._parts(all_gather_outputs)
-        return TiledWeight(qdata, scale, self.cast.rounding, param_dtype), ()
-
-    def _parts(self, gathered: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if len(gathered) > 1:
-            return gathered
-        codes, scale = gathered[0].tensor_split([self.numel()])
-        rows, width = map(num_blocks, self.shape[-2:])
-        shape = *self.shape[:-2], rows, width
-        return codes.view(self.cast.elem_dtype).view(self.shape), scale.view(shape)
+        qdata, *scales = all_gather_outputs
+        if not scales:
+            codes, scale = qdata.tensor_split([self.numel()])
+            qdata = codes.view(self.cast.elem_dtype).view(self.shape)
+            scales = [scale.view(*self.shape[:-2], *map(num_blocks, self.shape[-2:]))]
+        return TiledWeight(qdata, scales[0], self.cast.rounding, param_dtype), ()
 
     def __tensor_flatten__(self) -> tuple[list[str], TileCast]:
         return ["master"], self.cast

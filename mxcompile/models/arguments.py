@@ -23,6 +23,7 @@ from mxcompile.errors import ModelError, OptionError, nearest, shown
 ModelInput = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
 """Keyword types that a type checker accepts for model arguments. ``kwargs`` may hold any type."""
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _NEAR = 0.75
 """Least similarity (difflib's ratio) of two words that counts as a typo."""
 
@@ -45,7 +46,14 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
                 f"{caller}: {name!r} is an option of {caller}, not a tensor; to pass the model an argument"
                 f" of that name, write kwargs={{{name!r}: …}}"
             )
-    taken, open_ended = _parameters(model)
+    forward: Any = getattr(getattr(model, "_orig_mod", model), "forward", None)
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # a C++ or scripted forward has no signature
+        taken, open_ended = set(), True
+    else:
+        taken = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
+        open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     for name in inline:
         if kwargs is not None and name in kwargs:
             raise OptionError(f"{caller}: {name!r} is both a keyword and a key of kwargs: pass it once")
@@ -68,17 +76,3 @@ def check_module(caller: str, model: object) -> None:
         raise ModelError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(f"{caller} takes a module of Python code, found a scripted one: pass its original")
-
-
-def _parameters(model: nn.Module) -> tuple[frozenset[str], bool]:
-    """Returns the keyword names of the forward of `model`, and whether it has ``**kwargs``."""
-    model = getattr(model, "_orig_mod", model)
-    try:
-        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
-    except (TypeError, ValueError):  # a C++ or scripted forward has no signature
-        return frozenset(), True
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return (
-        frozenset(parameter.name for parameter in parameters if parameter.kind in named),
-        any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
-    )

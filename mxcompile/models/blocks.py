@@ -69,21 +69,18 @@ def _blocks(module: nn.Module) -> list[_Named]:
         return []
     if isinstance(module, nn.ModuleDict) and not all(name[-1:].isdecimal() for name in module):
         return []
-    members = [(name, _unwrapped(child)) for name, child in _children(module)]
-    members = [(name, member) for name, member in members if _is_composite(member)]
+    members = []
+    for name, child in _children(module):
+        member = _unwrapped(child)  # it counts if it has several matrices, or children with parameters
+        matrices = sum(parameter.ndim > 1 for parameter in member.parameters(recurse=False))
+        if matrices > 1 or (any(True for _ in member.children()) and any(True for _ in member.parameters())):
+            members.append((name, member))
     kinds = Counter(type(member) for _, member in members)
     if isinstance(module, nn.Sequential):
         members = [(name, member) for name, member in members if kinds[type(member)] > 1]
     elif len(members) > 1 and max(kinds.values()) == 1:
         return []
     return [] if _are_stages([member for _, member in members]) else members
-
-
-def _is_composite(module: nn.Module) -> bool:
-    """Whether `module` is more than one layer: it has children, or several matrices."""
-    matrices = sum(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-    parts = any(True for _ in module.children())
-    return matrices > 1 or (parts and any(True for _ in module.parameters()))
 
 
 def _are_stages(members: list[nn.Module]) -> bool:

@@ -134,8 +134,9 @@ def _copy_shared_memory(libc: ctypes.CDLL) -> None:
     """Replaces every writable shared mapping by a private copy."""
     libc.mmap.restype = ctypes.c_void_p
     for line in Path("/proc/self/maps").read_text().splitlines():
-        region, access, _, _, _, *path = line.split(maxsplit=5)
-        if access[1] != "w" or access[3] != "s" or _is_a_device(*path):
+        region, access, _, _, _, path = [*line.split(maxsplit=5), ""][:6]
+        is_device = path.startswith("/dev/") and not path.startswith(("/dev/shm/", "/dev/zero"))
+        if access[1] != "w" or access[3] != "s" or is_device:
             continue
         start, end = (int(bound, 16) for bound in region.split("-"))
         address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
@@ -146,10 +147,6 @@ def _copy_shared_memory(libc: ctypes.CDLL) -> None:
         kind = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_FIXED
         libc.mmap(address, size, PROT_READ | PROT_WRITE, kind, -1, ctypes.c_long(0))
         ctypes.memmove(start, content, size.value)
-
-
-def _is_a_device(path: str = "") -> bool:
-    return path.startswith("/dev/") and not path.startswith(("/dev/shm/", "/dev/zero"))
 
 
 def _guard_files(*, tools: bool) -> None:

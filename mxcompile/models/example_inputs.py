@@ -7,6 +7,7 @@ most as many tokens as the model has positions.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     with torch.device("meta"):
         config = getattr(model, "config", None)
         if hasattr(config, "model_type"):
-            return _without_labels(model, dummy_inputs(model, config, 1, None))
+            inputs, parameters = dummy_inputs(model, config, 1, None), _parameters(model)
+            labels = inputs.pop("labels", None)
+            if labels is not None and "decoder_input_ids" in parameters:
+                inputs["decoder_input_ids"] = labels
+            return inputs | ({"use_cache": False} if "use_cache" in parameters else {})
         size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
         if size is not None:
             return {"x": torch.randn(1, *size, dtype=_floats(model))}
@@ -35,44 +40,30 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     )
 
 
-def _without_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(model.forward).parameters
-    labels = inputs.pop("labels", None)
-    if labels is not None and "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = labels
-    return inputs | ({"use_cache": False} if "use_cache" in parameters else {})
-
-
 def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:
     """Returns random keyword arguments for a Hugging Face `model` with `config`.
 
     length: sequence length. Default: 512, or the model's maximum if that is smaller. Raises `ModelError` if
     `length` exceeds the maximum, or if the model's input is not tokens, pixels or mel features.
     """
-    parameters = frozenset(inspect.signature(model.forward).parameters)
     owner, main = type(model).__name__, getattr(model, "main_input_name", "input_ids")
+    if main not in _INPUTS:
+        raise ModelError(
+            f"{owner} takes {main!r}, which cannot be made from a config.json: name a factory,"
+            " package.module:factory, that returns (model, args, kwargs)"
+        )
     try:
-        match main:
-            case "pixel_values":
-                return _image(model, config, parameters, batch)
-            case "input_features":
-                return _speech(model, config, parameters, batch, length)
-            case "input_ids":
-                return _text(model, config, parameters, batch, length)
+        return _INPUTS[main](model, config, batch, length)
     except AttributeError as error:
         raise ModelError(f"{owner}: cannot make inputs from its configuration: {error}") from None
     except (TypeError, RuntimeError) as error:  # PyTorch's, for sizes beyond 64 bits
         first_line = str(error).partition("\n")[0]
         raise ModelError(f"{owner}: cannot make inputs of this size: {first_line}") from None
-    raise ModelError(
-        f"{owner} takes {main!r}, which cannot be made from a config.json: name a factory,"
-        " package.module:factory, that returns (model, args, kwargs)"
-    )
 
 
-def _image(model: nn.Module, config: Any, parameters: frozenset[str], batch: int) -> dict[str, Any]:
+def _image(model: nn.Module, config: Any, batch: int, _: int | None) -> dict[str, Any]:
     inputs: dict[str, Any] = {"pixel_values": _pixels(model, config, batch)}
-    if "labels" in parameters and hasattr(config, "num_labels"):
+    if "labels" in _parameters(model) and hasattr(config, "num_labels"):
         inputs["labels"] = torch.randint(config.num_labels, (batch,))
     return inputs
 
@@ -80,27 +71,21 @@ def _image(model: nn.Module, config: Any, parameters: frozenset[str], batch: int
 def _pixels(model: nn.Module, config: Any, batch: int) -> Tensor:
     size = config.image_size
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    channels = getattr(config, "num_channels", 3)
-    return torch.randn(batch, channels, height, width, dtype=_floats(model))
+    return torch.randn(batch, getattr(config, "num_channels", 3), height, width, dtype=_floats(model))
 
 
-def _speech(
-    model: nn.Module, config: Any, parameters: frozenset[str], batch: int, length: int | None
-) -> dict[str, Any]:
-    frames = 2 * config.max_source_positions
-    target = "labels" if "labels" in parameters else "decoder_input_ids"
-    shape = (batch, config.num_mel_bins, frames)
-    tokens = min(length or _LENGTH, config.max_target_positions)
+def _speech(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:
+    shape = batch, config.num_mel_bins, 2 * config.max_source_positions
+    tokens = batch, min(length or _LENGTH, config.max_target_positions)
+    target = "labels" if "labels" in _parameters(model) else "decoder_input_ids"
     return {
         "input_features": torch.randn(shape, dtype=_floats(model)),
-        target: torch.randint(config.get_text_config().vocab_size, (batch, tokens)),
+        target: torch.randint(config.get_text_config().vocab_size, tokens),
     }
 
 
-def _text(
-    model: nn.Module, config: Any, parameters: frozenset[str], batch: int, length: int | None
-) -> dict[str, Any]:
-    text = config.get_text_config()
+def _text(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:
+    text, parameters = config.get_text_config(), _parameters(model)
     positions = getattr(text, "max_position_embeddings", None) or length or _LENGTH
     if length is not None and length > positions:
         raise ModelError(
@@ -108,14 +93,21 @@ def _text(
         )
     shape = (batch, length or min(_LENGTH, positions))
     inputs: dict[str, Any] = {"input_ids": torch.randint(text.vocab_size, shape)}
-    if "labels" in parameters:
-        inputs["labels"] = torch.randint(text.vocab_size, shape)
-    elif "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape)
+    target = next((name for name in ("labels", "decoder_input_ids") if name in parameters), None)
+    if target is not None:
+        inputs[target] = torch.randint(text.vocab_size, shape)
     generates = getattr(model, "can_generate", lambda: False)()  # images are optional for a language model
     if "pixel_values" in parameters and hasattr(config, "vision_config") and not generates:
         inputs["pixel_values"] = _pixels(model, config.vision_config, batch)  # a pair of encoders, like CLIP
     return inputs
+
+
+_INPUTS = {"pixel_values": _image, "input_features": _speech, "input_ids": _text}
+"""Functions that make the inputs of a model, by the name of its main input."""
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model.forward).parameters
 
 
 def _floats(model: nn.Module) -> torch.dtype:

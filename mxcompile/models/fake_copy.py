@@ -6,6 +6,9 @@ wrappers, no hooks of ``torch.distributed``, and whole parameters in the dtypes 
 copied attribute by attribute, because wrapped modules reject ``copy.deepcopy``, which does not copy closures
 either (see `rebind`). A compiled method in an attribute (``model.forward = torch.compile(model.forward)``)
 becomes the copy's own plain method.
+
+`rewrapped` puts activation checkpoint wrappers back. Roles and decisions do not depend on these wrappers, but
+saved activations and recomputed GEMMs do.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mxcompile.errors import ModelError
 from mxcompile.models.fakes import Faker
-from mxcompile.models.mixed_precision import in_forward, mixed_precision
+from mxcompile.models.fsdp import in_forward, mixed_precision
+from mxcompile.models.names import user_path
 from mxcompile.models.rebind import Rebinder
 from mxcompile.models.wrappers import (
     FSDP1,
@@ -89,6 +94,29 @@ def fake_copy(
     return copied_model
 
 
+def checkpointed_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Returns a `fake_copy` of `model` with its checkpoint wrappers."""
+    return rewrapped(fake_copy(model, mode), model)
+
+
+def rewrapped(copied: nn.Module, model: nn.Module) -> nn.Module:
+    """Wraps in `copied`, an unwrapped copy of `model`, every module that `model` checkpoints."""
+    for path, wrapper in reversed([*user_model(model).named_modules()]):  # those inside others first
+        if not isinstance(wrapper, CheckpointWrapper):
+            continue
+        parent, _, name = user_path(path).rpartition(".")
+        owner = copied.get_submodule(parent)
+        wrapped = CheckpointWrapper(owner.get_submodule(name))
+        wrapped.checkpoint_impl, wrapped.checkpoint_fn = wrapper.checkpoint_impl, wrapper.checkpoint_fn
+        for key in STATE_HOOKS:  # they differ for each wrapper, which would prevent folding of equal layers
+            vars(wrapped)[key].clear()
+        if name:
+            owner._modules[name] = wrapped
+        else:
+            copied = wrapped
+    return copied
+
+
 def fake_values(value: Any, mode: FakeTensorMode) -> Any:
     """Returns a copy of `value`, the arguments of a model, with fakes for tensors at any depth.
 
@@ -129,17 +157,15 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor],
             f"cannot read FSDP1's flat parameters in torch {torch.__version__}: use FSDP2 (fully_shard)"
         )
     dtype = getattr(handle, "_fwd_bwd_param_dtype", flat.dtype)
+    whole: dict[tuple[int, str], Tensor] = {}
     for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-        whole = torch.empty(shape, dtype=dtype, device="meta")
-        _put(memo[id(info.module)], info.param_name, fake(nn.Parameter(whole, flat.requires_grad)))
+        empty = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), flat.requires_grad)
+        whole[id(info.module), info.param_name] = fake(empty)
     for info in flat._shared_param_infos:
-        shared = memo[id(info.prim_module)]._parameters[info.prim_param_name]
-        _put(memo[id(info.module)], info.param_name, shared)
-
-
-def _put(copied_module: nn.Module, name: str, parameter: Any) -> None:
-    copied_module.__dict__.pop(name, None)  # during a call FSDP1 stores a view of the flat parameter there
-    copied_module._parameters[name] = parameter
+        whole[id(info.module), info.param_name] = whole[id(info.prim_module), info.prim_param_name]
+    for (owner, name), parameter in whole.items():
+        memo[owner].__dict__.pop(name, None)  # during a call FSDP1 stores a view of the flat parameter there
+        memo[owner]._parameters[name] = parameter
 
 
 class _AsFakes(TorchFunctionMode):

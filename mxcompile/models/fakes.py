@@ -20,9 +20,8 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.models.gpu_operators import gpu_autocast, gpu_operators
-from mxcompile.models.places import where_failed
-from mxcompile.models.reading import values_read
+from mxcompile.models.names import where_failed
+from mxcompile.models.patches import gpu_autocast, patched
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.storage import MXTensor
 
@@ -94,8 +93,7 @@ def call(
     with (
         apart_from_others(),
         _without_function_modes(),
-        values_read(),
-        gpu_operators(),
+        patched(),
         nullcontext() if device == "cpu" else gpu_autocast(),
         unlogged(),
         mode,
@@ -110,7 +108,20 @@ def call(
             if isinstance(inner, MXCompileError):
                 raise inner from None
             log.debug("cannot trace the model", exc_info=True)
-            raise ModelError(_message(error, model, mode)) from None
+            message, cause = failure("trace", error, model), _cause(inner)
+            assumed = isinstance(mode, ValueTrackingMode) and mode.notes
+            # DTensor's
+            if "does not have a sharding strategy registered" in message and "_for_cpu" in message:
+                message += (
+                    "\n  PyTorch's context_parallel splits attentions on GPUs only, and this is traced on"
+                    " a CPU: gather keys and values in your own code"
+                )
+            elif assumed or _is_of_tracing(cause):
+                message += (
+                    "\n  if the model runs with these inputs otherwise, its code depends on values that"
+                    " tracing had to assume: pass inputs with values, or explain the modules around that line"
+                )
+            raise ModelError(message) from None
 
 
 def failure(aim: str, error: Exception, model: nn.Module) -> str:
@@ -118,23 +129,6 @@ def failure(aim: str, error: Exception, model: nn.Module) -> str:
     cause = _cause(getattr(error, "inner_exception", error))
     first_line = str(cause).strip().partition("\n")[0]
     return f"cannot {aim} the model{where_failed(error, model)}: {type(cause).__name__}: {first_line}"
-
-
-def _message(error: Exception, model: nn.Module, mode: FakeTensorMode) -> str:
-    """Returns the message for `error`, which Dynamo raised while tracing `model`, with advice."""
-    message, cause = failure("trace", error, model), _cause(getattr(error, "inner_exception", error))
-    if "does not have a sharding strategy registered" in message and "_for_cpu" in message:  # by DTensor
-        return (
-            f"{message}\n  PyTorch's context_parallel splits attentions on GPUs only, and this is traced on"
-            " a CPU: gather keys and values in your own code"
-        )
-    assumed = isinstance(mode, ValueTrackingMode) and mode.notes
-    if not (assumed or _is_of_tracing(cause)):
-        return message
-    return (
-        f"{message}\n  if the model runs with these inputs otherwise, its code depends on values that"
-        " tracing had to assume: pass inputs with values, or explain the modules around that line"
-    )
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -169,8 +163,7 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
         torch._guards.tracing(None),  # guards belong to no outer trace
         unset_fake_temporarily(),  # an outer fake mode would take over the tensors
         _without_function_modes(),
-        values_read(),
-        gpu_operators(),
+        patched(),
     ):
         torch.compiler._is_compiling_flag = compiling  # models call `torch.compiler.is_compiling()`
         try:
@@ -188,10 +181,9 @@ def _without_function_modes() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def apart_from_others() -> Iterator[None]:
+def apart_from_others() -> AbstractContextManager[Any]:
     """Lets a trace ignore earlier compiles of the process: their sizes, and recompile limits they reached."""
-    with torch._dynamo.config.patch(
+    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(
         recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16, automatic_dynamic_shapes=False
-    ):
-        yield
+    )
+    return patch

@@ -20,7 +20,7 @@ from torch import nn
 
 from mxcompile.errors import ModelError, MXCompileError, nearest
 from mxcompile.models.example_inputs import dummy_inputs
-from mxcompile.models.mixed_precision import floats_to
+from mxcompile.models.fsdp import floats_to
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes by their name on the command line."""
@@ -84,15 +84,26 @@ def factory_of(spec: str) -> Callable[..., Any] | None:
 
     Raises `ModelError` if the function does not exist.
     """
-    if ":" not in spec or spec.startswith("hf:") or Path(spec).exists():
-        return None
+    is_factory = ":" in spec and not spec.startswith("hf:") and not Path(spec).exists()
+    return _factory(spec) if is_factory else None
+
+
+def _factory(spec: str) -> Callable[..., Any]:
+    """Returns the function that `spec` names, from an installed module or the working directory."""
     module_name, _, attribute = spec.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
     try:
-        return _attribute(module_name, attribute)
+        module = importlib.import_module(module_name)
+        if not hasattr(module, attribute):
+            raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
+        factory: Callable[..., Any] = getattr(module, attribute)
     except ModelError:
         raise
     except Exception as error:  # user code may raise anything
         raise ModelError(f"model {spec!r}: {_line_of(error)}") from error
+    return factory
 
 
 def _line_of(error: Exception) -> str:
@@ -123,9 +134,8 @@ def _advice(spec: str, path: Path) -> str:
 
 def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
     """Returns the factory's model, on the meta device unless the factory reads values."""
-    module_name, _, attribute = spec.partition(":")
+    factory = _factory(spec)
     try:
-        factory = _attribute(module_name, attribute)
         try:
             with _device(read):
                 result = factory()
@@ -152,17 +162,6 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
     raise ModelError(f"model {spec!r}: the factory returned {kind}, not (model, args, kwargs)")
 
 
-def _attribute(module_name: str, attribute: str) -> Callable[..., Any]:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    module = importlib.import_module(module_name)
-    if not hasattr(module, attribute):
-        raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
-    factory: Callable[..., Any] = getattr(module, attribute)
-    return factory
-
-
 def _from_config(
     spec: str, path: Path, read: ReadWeights | None, batch: int, length: int | None
 ) -> LoadedModel:
@@ -183,7 +182,15 @@ def _from_config(
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     try:
         config = configuration({"model_type": kind, **raw})
-        owner = _architecture(transformers, names, config)
+        owner: Any = model_class(names)
+        if owner is None:
+            autos = (
+                getattr(transformers, f"AutoModel{task}") for task in ("ForCausalLM", "ForSeq2SeqLM", "")
+            )
+            owner = next((auto.from_config for auto in autos if type(config) in auto._model_mapping), None)
+        if owner is None:
+            version = transformers.__version__
+            raise ModelError(f"transformers {version} has no model {names or config.model_type!r}")
         config.use_cache = False
         if read is not None and has_weights:
             model = read(path, _dtype(raw)).train()  # the mode of a new model
@@ -232,17 +239,6 @@ def model_class(names: Sequence[object]) -> Any:
         if isinstance(owner, type) and issubclass(owner, transformers.PreTrainedModel)
     )
     return next(models, None)
-
-
-def _architecture(transformers: Any, names: Sequence[object], config: Any) -> Callable[[Any], nn.Module]:
-    owner: Callable[[Any], nn.Module] | None = model_class(names)
-    if owner is not None:
-        return owner
-    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
-        mapping = getattr(transformers, auto)
-        if type(config) in mapping._model_mapping:
-            return mapping.from_config  # type: ignore[no-any-return]
-    raise ModelError(f"transformers {transformers.__version__} has no model {names or config.model_type!r}")
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype:

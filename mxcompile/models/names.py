@@ -1,16 +1,19 @@
-"""Module paths from ``named_modules``, without the segments that wrappers add.
+"""Module paths from ``named_modules``, without the segments that wrappers add, and lines of user code.
 
-Nodes have them in ``nn_module_stack``: `compiler.capture.locate` replaces Dynamo's paths.
+Nodes have these paths in ``nn_module_stack``: `compiler.capture.locate` replaces Dynamo's paths.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 
 import torch
 from torch import fx, nn
@@ -22,6 +25,8 @@ PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 _ORIGINAL = re.compile(r"(?:\bparametrizations\.([^.]+)\.[^.]+|\bweight_[^.]+)$")
 _TORCH = f"{Path(torch.__file__).parent}/"
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
+_OUTSIDE = _TORCH, f"{Path(sys.modules['mxcompile'].__file__ or '').parent}/"
+_USER_CODE = re.compile(r'File "([^"<]+)", line (\d+), in ')
 
 
 class HeldBy(Enum):
@@ -156,3 +161,31 @@ def source_of(node: fx.Node) -> str:
     frames = _FRAME.findall(trace) if isinstance(trace, str) else []
     outside = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
     return ":".join((outside or frames)[-1]) if frames else ""
+
+
+def where(frames: Iterable[tuple[FrameType, int]], paths: dict[int, str]) -> tuple[str, str]:
+    """Returns (path of the innermost module, ``file:line`` of the innermost user code) in `frames`.
+
+    frames: frames with their lines, the innermost first. paths: module paths of the model, by ``id``.
+    """
+    path, source = "", ""
+    for frame, line in frames:
+        if not source and not frame.f_code.co_filename.startswith((*_OUTSIDE, "<")):
+            source = f"{frame.f_code.co_filename}:{line}"
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            path = path or paths.get(id(owner), "")
+        if path and source:
+            break
+    return path, source
+
+
+def where_failed(error: BaseException, model: nn.Module) -> str:
+    """Returns `` in PATH (file:line)``, where `model` raised `error`; "" if that is unknown."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    path, source = where(reversed([*walk_tb(error.__traceback__)]), paths)
+    lines = _USER_CODE.findall(str(error))
+    if lines:  # Dynamo's message lists the model's frames, which the traceback lacks
+        user_lines = [line for line in lines if not line[0].startswith(_OUTSIDE)]
+        source = ":".join((user_lines or lines)[-1])
+    return "".join((f" in {path}" if path else "", f" ({source})" if source else ""))

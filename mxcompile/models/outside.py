@@ -64,19 +64,18 @@ class Outside:
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
         """Adds the call of `func` to the graph if it is a product. Returns its node, or None."""
-        node = self.graph.call_function(func, *tree_map_only(Tensor, self._operand, (tuple(args), kwargs)))
+
+        def operand(value: Tensor) -> fx.Node:
+            placeholder = self.graph.placeholder("operand")
+            placeholder.meta["val"] = value
+            if paths := self._part_of(value):
+                placeholder.meta["desc"] = GraphInput(path=paths[0], others=paths[1:], static=True)
+            return placeholder
+
+        node = self.graph.call_function(func, *tree_map_only(Tensor, operand, (tuple(args), kwargs)))
         node.meta["val"] = result
         if is_matmul_like(node):
             return node
-        operands = node.all_input_nodes
-        for unused in (node, *operands):
+        for unused in (node, *node.all_input_nodes):
             self.graph.erase_node(unused)
         return None
-
-    def _operand(self, value: Tensor) -> fx.Node:
-        node = self.graph.placeholder("operand")
-        node.meta["val"] = value
-        paths = self._part_of(value)
-        if paths:
-            node.meta["desc"] = GraphInput(path=paths[0], others=paths[1:], static=True)
-        return node

@@ -15,7 +15,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -45,11 +45,7 @@ class Rebinder:
 
     def __call__(self, value: Any) -> Any:
         """Returns a copy of `value`, or `value` itself if it cannot be copied."""
-        self._follow(value)
-        return self._copied(value)
-
-    def _follow(self, value: Any) -> None:
-        """Finds the values reachable from `value` that refer to the model."""
+        # find the values reachable from `value` that refer to the model
         holders: defaultdict[int, list[int]] = defaultdict(list)
         pending, reached = [value], []
         while pending and len(self._values) < _LIMIT:
@@ -69,6 +65,7 @@ class Rebinder:
             if key not in self._leading:
                 self._leading.add(key)
                 reached += holders[key]
+        return self._copied(value)
 
     def _copied(self, value: Any) -> Any:
         if id(value) in self._memo:
@@ -146,32 +143,29 @@ def _compiled(function: FunctionType) -> Any:
     return None if inner is function else inner
 
 
-def _referents(value: Any) -> Iterable[Any]:
+def _referents(value: Any) -> Iterator[Any]:
     """Yields the values that `value` refers to and that a copy would have to copy."""
     match value:
         case FunctionType() if (inner := _compiled(value)) is not None:
-            return (inner,)
+            yield inner
         case FunctionType():
-            return _of_function(value)
+            if is_torchs(value.__module__) and is_torchs(value.__globals__.get("__name__")):
+                return  # both, because functools.wraps copies `__module__`: a user's closure may have torch's
+            for cell in value.__closure__ or ():
+                yield from content(cell)
+            yield from (inner for inner in (value.__defaults__, value.__kwdefaults__) if inner)
+            yield from vars(value).values()
+            yield from (inner for _, inner in _globals(value))
         case MethodType():
-            return value.__func__, value.__self__
+            yield from (value.__func__, value.__self__)
         case functools.partial():
-            return value.func, *value.args, *value.keywords.values()
+            yield from (value.func, *value.args, *value.keywords.values())
         case weakref.ref():
-            return () if (referent := value()) is None else (referent,)
-    if type(value) in _CONTAINERS:
-        return (*value.keys(), *value.values()) if isinstance(value, dict) else tuple(value)
-    return vars(value).values() if is_plain(value) else ()
-
-
-def _of_function(function: FunctionType) -> Iterator[Any]:
-    if is_torchs(function.__module__) and is_torchs(function.__globals__.get("__name__")):
-        return  # both, because functools.wraps copies `__module__`: a user's closure may have torch's
-    for cell in function.__closure__ or ():
-        yield from content(cell)
-    yield from (inner for inner in (function.__defaults__, function.__kwdefaults__) if inner)
-    yield from vars(function).values()
-    yield from (inner for _, inner in _globals(function))
+            yield from () if (referent := value()) is None else (referent,)
+        case _ if type(value) in _CONTAINERS:
+            yield from (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        case _ if is_plain(value):
+            yield from vars(value).values()
 
 
 def is_torchs(module: Any) -> bool:

@@ -133,7 +133,12 @@ def strays(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """
     seen = {id(value) for value in (*root.modules(), *(value for _, value in _tensors(root)))}
     pending = [(user_path(raw), _attributes(module)) for raw, module in root.named_modules()]
-    pending += [("", scope) for scope in _scopes(root)]
+    forwards = (inspect.unwrap(plain_class(module).forward) for module in root.modules())
+    scopes = {id(scope): scope for f in forwards if (scope := getattr(f, "__globals__", None))}
+    for scope in scopes.values():
+        if not is_torchs(scope.get("__name__")):
+            named = ((key, value) for key, value in scope.items() if not isinstance(value, _FUNCTIONS))
+            pending.append(("", {key: value for key, value in named if not key.startswith("__")}))
     for path, values in pending:
         for inside, value in _parts(path, values.items(), _DEPTH):
             if id(value) in seen:
@@ -159,16 +164,6 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     called = (hook if isinstance(hook, _FUNCTIONS) else type(hook).__call__.__get__(hook) for hook in hooks)
     return attributes | {f"hook{index}": function for index, function in enumerate(called)}
-
-
-def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yields the globals of the forwards of `root`'s modules, except torch's."""
-    forwards = (inspect.unwrap(plain_class(module).forward) for module in root.modules())
-    scopes = [getattr(forward, "__globals__", {}) for forward in forwards]
-    for scope in {id(scope): scope for scope in scopes}.values():
-        if not is_torchs(scope.get("__name__")):
-            values = ((key, value) for key, value in scope.items() if not isinstance(value, _FUNCTIONS))
-            yield {key: value for key, value in values if not key.startswith("__")}
 
 
 def _parts(
@@ -225,3 +220,33 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (raw name, tensor) for all parameters and buffers of `root`, duplicates included."""
     yield from root.named_parameters(remove_duplicate=False)
     yield from root.named_buffers(remove_duplicate=False)
+
+
+class Holders:
+    """Finds the module that holds a parameter, by the parameter's identity, and lets the model be freed.
+
+    Weak references to the parameters would be simpler, but ``torch.utils.swap_tensors``, which `nn.Module.to`
+    may use to change a parameter in place, rejects tensors with weak references.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+
+    def holder(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
+        """Returns (module, name) for `tensor`, or None if no registered module holds it."""
+        reference, name = self._references.get(id(tensor), (None, ""))
+        module = None if reference is None else reference()
+        if module is None or module._parameters.get(name) is not tensor:
+            return None  # a new tensor may have the id of a freed or replaced one
+        return module, name
+
+    def add(self, modules: Iterable[nn.Module], only: Tensor | None = None) -> bool:
+        """Registers the parameters of `modules`, or the parameter `only`. Returns whether there are any."""
+        holders = {
+            id(parameter): (weakref.ref(module), name)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None and (only is None or parameter is only)
+        }
+        self._references.update(holders)
+        return bool(holders)

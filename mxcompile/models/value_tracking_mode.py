@@ -37,9 +37,8 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mxcompile.models.names import user_path
+from mxcompile.models.names import user_path, where
 from mxcompile.models.outside import Outside
-from mxcompile.models.places import where
 from mxcompile.models.tree import strays
 
 aten = torch.ops.aten
@@ -162,7 +161,14 @@ class ValueTrackingMode(FakeTensorMode):
         if func is aten._local_scalar_dense.default:
             return self.scalar(args[0])
         if func.namespace == _COLLECTIVES.name and func is not _COLLECTIVES.wait_tensor.default:
-            return self._received(func, types, args, kwargs)
+            result = self._on_fakes(func, types, args, kwargs)
+            value = values[0] if func is _COLLECTIVES.all_to_all_single.default else None
+            if value is not None and result.shape == args[0].shape:
+                text = (
+                    f"all_to_all_single: other ranks send the same values as this rank ({self._location()})"
+                )
+                setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
+            return result
         if not has_values or torch.Tag.nondeterministic_seeded in func.tags:
             return self._on_fakes(func, types, args, kwargs)
         try:
@@ -180,17 +186,13 @@ class ValueTrackingMode(FakeTensorMode):
             self._forget(func, args, kwargs)
         return result
 
-    def _received(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a collective. An all-to-all returns the values that this rank sends."""
-        result, output = self._on_fakes(func, types, args, kwargs), args[0]
-        value = self._value(output) if func is _COLLECTIVES.all_to_all_single.default else None
-        if value is not None and result.shape == output.shape:
-            text = f"all_to_all_single: other ranks send the same values as this rank ({self._location()})"
-            setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
-        return result
-
     def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Runs `func` with unknown values. Chosen indices and value-dependent sizes are assumed."""
+
+        def stand_in(leaf: Tensor) -> Tensor:  # without values a scalar 1, expanded
+            value = self._value(leaf)
+            return value.tensor if value else torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
+
         picked = self._with_numbers(func, args)
         if picked is not args:
             func = aten.index.Tensor
@@ -201,7 +203,7 @@ class ValueTrackingMode(FakeTensorMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             note = f"{_name(func)} of computed values: true for every element"
             self._note(frozenset({f"{note} ({self._location()})"}))
-            result = func(*tree_map_only(Tensor, self._stand_in, args), **kwargs)
+            result = func(*tree_map_only(Tensor, stand_in, args), **kwargs)
             return self._fakes_of(result, frozenset())
         if func in _CHOICES:
             self._spread(func, args, result)
@@ -304,11 +306,6 @@ class ValueTrackingMode(FakeTensorMode):
             self._note(value.assumed)
             indices += self._fakes_of(value.tensor.bool().nonzero(as_tuple=True), value.assumed)
         return (args[0], indices, *args[2:])
-
-    def _stand_in(self, leaf: Tensor) -> Tensor:
-        """Returns the tracked values of `leaf`, else a scalar 1 expanded to its shape."""
-        value = self._value(leaf)
-        return value.tensor if value is not None else torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
 
     def _spread(self, func: Any, args: Any, result: Any) -> None:
         """Sets the chosen indices in `result` to values that occur equally often."""

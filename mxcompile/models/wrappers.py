@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -19,14 +18,9 @@ HOOK_OPTIONS = frozenset(
     {"_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
 )
 """Module attributes with the call options of these hooks, by the same numbers."""
-STATE_HOOKS = frozenset(
-    {
-        "_state_dict_pre_hooks",
-        "_state_dict_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    }
-)
+STATE_HOOKS = frozenset({
+    "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+})  # fmt: skip
 """Module attributes with state dict hooks by number."""
 FSDP1 = "_fsdp_wrapped_module"
 """Attribute with the module that FSDP1 wraps."""
@@ -69,22 +63,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def is_distributed(hook: Callable[..., Any]) -> bool:
-    """Whether `hook`, possibly inside partials and decorators, belongs to torch.distributed."""
-    return any(home.startswith("torch.distributed") for home in _homes(hook))
+def is_distributed(hook: Any, part: str = "") -> bool:
+    """Whether `hook`, possibly inside partials and decorators, belongs to torch.distributed.
 
-
-def is_tensor_parallel(hook: Callable[..., Any]) -> bool:
-    """Whether ``parallelize_module`` or ``distribute_module`` registered `hook`."""
-    return any(home.startswith("torch.distributed.tensor") for home in _homes(hook))
-
-
-def _homes(hook: Callable[..., Any]) -> Iterator[str]:
-    """Yields the modules that define `hook` and the class of its object."""
+    part: the part of torch.distributed, ".tensor" for hooks of ``parallelize_module``. Default: any.
+    """
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = inspect.unwrap(hook)
     owner = getattr(hook, "__self__", None)
-    yield getattr(hook, "__module__", None) or ""
-    if owner is not None:
-        yield type(owner).__module__
+    homes = getattr(hook, "__module__", None) or "", "" if owner is None else type(owner).__module__
+    return any(home.startswith(f"torch.distributed{part}") for home in homes)

@@ -36,12 +36,12 @@ from mxcompile.compiler.session.options import Options
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.opsets import called_packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
-from mxcompile.models.checkpointed import checkpointed_copy
+from mxcompile.models.fake_copy import checkpointed_copy
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.offline.device import attention_flops, move
 from mxcompile.offline.standin import DEVICE, stand_in
 from mxcompile.ops.view import call_of
-from mxcompile.ranks.copied import rank_copy
+from mxcompile.ranks.built import rank_copy
 from mxcompile.ranks.fsdp import FSDPGroup
 from mxcompile.report import Part
 

@@ -1,24 +1,35 @@
-"""The model of one rank of a mesh, built by a factory on fake ranks or parallelised by named methods."""
+"""The model of one rank of a mesh, built by a factory on fake ranks or parallelised, and its fake copy.
+
+FSDP2 works between compiled graphs. The copy therefore has whole weights in the gather dtype. Tensor
+parallelism works inside the graphs: its hooks and its DTensors stay, and the graphs contain this rank's
+shards and collectives. Checkpoint wrappers stay too, because recomputation takes time and the discarded
+activations do not count as saved memory.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mxcompile.distributed.tensors import local
 from mxcompile.errors import ModelError, MXCompileError, OptionError
 from mxcompile.models.arguments import keywords
+from mxcompile.models.fake_copy import fake_copy, rewrapped
+from mxcompile.models.fakes import Faker
 from mxcompile.models.names import user_path
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
+from mxcompile.models.wrappers import is_distributed
 from mxcompile.ranks.experts import EXPERTS
 from mxcompile.ranks.fsdp import FSDPGroup, groups
 from mxcompile.ranks.parallel import parallelised
 from mxcompile.ranks.shape import MeshShape, fake_ranks
+from mxcompile.versions import newer
 
 Factory = Callable[..., Any]
 """Returns (model, args, kwargs). A factory with a required parameter gets the `DeviceMesh` there."""
@@ -92,7 +103,10 @@ def rank_model(
     model: a factory, or a plain model to parallelise with the methods in `parallel`. Raises `OptionError` if
     the mesh cannot be created in this process.
     """
-    with fake_ranks(shape) as mesh, _splits_in_graphs(parallel):
+    # graphs with `ep` capture the split sizes of all-to-alls: ``tolist()`` would break them
+    captured: Any = torch._dynamo.config.capture_scalar_outputs or EXPERTS in (parallel or "").split(",")
+    patched: Any = torch._dynamo.config.patch(capture_scalar_outputs=captured)
+    with fake_ranks(shape) as mesh, patched:
         from torch.distributed.tensor import DTensor
 
         if not isinstance(model, nn.Module):
@@ -105,13 +119,6 @@ def rank_model(
         yield RankModel(
             model=model, args=args, kwargs=kwargs, groups=shared, mesh=mesh, is_split=is_split, plain=plain
         )
-
-
-def _splits_in_graphs(parallel: str | None) -> AbstractContextManager[None]:
-    """Captures the split sizes of all-to-alls if `parallel` has `ep`: ``tolist()`` would break graphs."""
-    captured: Any = torch._dynamo.config.capture_scalar_outputs or EXPERTS in (parallel or "").split(",")
-    patched: Any = torch._dynamo.config.patch(capture_scalar_outputs=captured)
-    return patched  # type: ignore[no-any-return]
 
 
 def _called(factory: Factory, mesh: Any) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
@@ -131,3 +138,50 @@ def _called(factory: Factory, mesh: Any) -> tuple[nn.Module, Sequence[Any], Mapp
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return model, args, kwargs
     raise ModelError(f"the factory returned {type(result).__name__}, not (model, args, kwargs)")
+
+
+def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: ValueTrackingMode) -> nn.Module:
+    """Returns a copy of `model` as this rank runs it, with the weights of the FSDP2 `groups` gathered."""
+    copied = fake_copy(
+        model,
+        mode,
+        fake=_Shards(mode, groups),
+        drops=lambda hook: is_distributed(hook) and not is_distributed(hook, ".tensor"),  # between graphs
+    )
+    return rewrapped(copied, model)
+
+
+class _Shards(Faker):
+    """Maps tensors to fakes with this rank's shapes: FSDP2 parameters gathered, DTensors as local shards."""
+
+    def __init__(self, mode: ValueTrackingMode, groups: tuple[FSDPGroup, ...]) -> None:
+        super().__init__(mode)
+        self._assuming = mode
+        self._gathered = {id(p.parameter): (p, group) for group in groups for p in group.parameters}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        if id(tensor) in self._gathered:
+            gathered, group = self._gathered[id(tensor)]
+            fake = self._shard(tensor, gathered.size, gathered.dtype, gathered.spec)
+            if newer("torch", "2.14") and group.reduced is not None and fake.requires_grad:
+                fake.grad_dtype = group.reduced  # torch 2.14 creates gradients in this dtype
+            return fake
+        if isinstance(tensor, DTensor):
+            return self._shard(tensor, tensor.to_local().shape, tensor.dtype, tensor._spec)
+        return super().__call__(tensor)
+
+    def _shard(self, tensor: Tensor, size: torch.Size, dtype: torch.dtype, spec: Any) -> Tensor:
+        """Returns a fake of `size`: the local tensor of a DTensor with layout `spec`, or plain without it."""
+        from torch.distributed.tensor import DTensor
+
+        with self._assuming.plain():
+            with self._assuming:
+                fake: Tensor = torch.empty(size, dtype=dtype, device="cpu")
+            if spec is not None:
+                fake = DTensor.from_local(
+                    fake, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+                )
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake

@@ -35,14 +35,10 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         number = getattr(module, "num_experts", None)
         sizes = {p.shape[0] for p in module.parameters(recurse=False)}
-        if isinstance(number, int) and sizes == {number} and _takes(module):
-            yield path, module
-
-
-def _takes(module: nn.Module) -> bool:
-    """Whether `module.forward` has the parameters of an experts module of transformers."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    return list(inspect.signature(forward).parameters)[1:] == _FORM
+        if isinstance(number, int) and sizes == {number}:
+            forward: Any = inspect.unwrap(type(module).forward)
+            if list(inspect.signature(forward).parameters)[1:] == _FORM:
+                yield path, module
 
 
 def spread_(module: nn.Module, mesh: DeviceMesh, path: str = "") -> None:

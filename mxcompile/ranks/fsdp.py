@@ -21,7 +21,7 @@ from torch import nn
 from mxcompile.distributed.tensors import local
 from mxcompile.errors import ModelError
 from mxcompile.formats import num_blocks
-from mxcompile.models.fsdp_state import states
+from mxcompile.models.fsdp import states
 from mxcompile.models.names import user_path, within
 from mxcompile.versions import newer
 
@@ -89,27 +89,22 @@ def _groups(model: nn.Module) -> Iterator[FSDPGroup]:
         is_root = not any(within(path, root) for root in roots)
         roots |= {path} if is_root else set()
         freed = not (is_root and state._auto_reshard_after_forward)
-        mixed = state._mp_policy
-        yield from (_group(user_path(path), *member, mixed, freed=freed) for member in members)
-
-
-def _group(path: str, group: Any, entries: list[tuple[str, Any]], mixed: Any, *, freed: bool) -> FSDPGroup:
-    mesh, resharded_to = group.mesh_info, group.post_forward_mesh_info if freed else None
-    parameters = tuple(_sharded(name, parameter) for name, parameter in entries)
-    trained = [entry for entry in parameters if entry.parameter.requires_grad]
-    return FSDPGroup(
-        path=path,
-        parameters=parameters,
-        shards=getattr(mesh, "shard_process_group", None),
-        replicates=getattr(mesh, "replicate_process_group", None),
-        backward=None if resharded_to is None else resharded_to.shard_process_group,
-        reduced=(mixed.reduce_dtype or _unset(trained[0])) if trained else None,
-    )
-
-
-def _unset(parameter: Sharded) -> torch.dtype:
-    """Returns the default dtype of the reduction: the gather's; from torch 2.14 on, the parameter's."""
-    return parameter.parameter.dtype if newer("torch", "2.14") else parameter.dtype
+        for group, entries in members:
+            parameters = tuple(_sharded(name, entry) for name, entry in entries)
+            reduced = None
+            if trained := [entry for entry in parameters if entry.parameter.requires_grad]:
+                # by default the dtype of the gather; from torch 2.14 on, of the parameter
+                usual = trained[0].parameter.dtype if newer("torch", "2.14") else trained[0].dtype
+                reduced = state._mp_policy.reduce_dtype or usual
+            mesh, resharded_to = group.mesh_info, group.post_forward_mesh_info if freed else None
+            yield FSDPGroup(
+                path=user_path(path),
+                parameters=parameters,
+                shards=getattr(mesh, "shard_process_group", None),
+                replicates=getattr(mesh, "replicate_process_group", None),
+                backward=None if resharded_to is None else resharded_to.shard_process_group,
+                reduced=reduced,
+            )
 
 
 def _sharded(path: str, parameter: Any) -> Sharded:

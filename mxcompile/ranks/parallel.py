@@ -15,7 +15,7 @@ code covers every other model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.checkpointed import rewrapped
-from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.fake_copy import fake_copy, rewrapped
 from mxcompile.models.names import owners
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.ranks.experts import EXPERTS, experts_of, is_spread, spread_
@@ -91,6 +90,7 @@ def _spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
 
     along = _axes(mesh, "fsdp", ("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))
     settings: dict[str, Any] = {
@@ -99,74 +99,58 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
         "reshard_after_forward": None if pipeline_ranks(mesh) == 1 else False,
     }
     spread = [module for module in model.modules() if is_spread(module)]
+    ranks = along.size(-1)
     for module in spread:
-        fully_shard(module, mesh=along, shard_placement_fn=_expert_placement(along), **settings)
-    along = _joined_submesh(along, mesh) if spread else along
+        fully_shard(
+            module,
+            mesh=along,
+            # FSDP2 shards dimension 0 by default, which would leave ranks without an expert
+            shard_placement_fn=lambda p: (
+                Shard(1) if p.ndim > 1 and p.shape[0] < ranks and not p.shape[1] % ranks else None
+            ),
+            **settings,
+        )
+    if spread:  # the axis ep shards parameters outside of experts, too
+        *outer, last = along.mesh_dim_names
+        both = mesh[last, EXPERTS]._flatten(f"{last}_{EXPERTS}")
+        along = type(mesh)._concatenate([mesh[tuple(outer)], both]) if outer else both
     for path in Blocks.from_model(model).places:
         fully_shard(model.get_submodule(path), mesh=along, **settings)
     fully_shard(model, mesh=along, **settings)
 
 
-def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Returns the shard placement of a rank's experts: dimension 1 if there are fewer experts than ranks.
-
-    FSDP2 shards dimension 0 by default, which would leave ranks without an expert.
-    """
-    from torch.distributed.tensor import Shard
-
-    ranks = mesh.size(-1)
-    return lambda p: Shard(1) if p.ndim > 1 and p.shape[0] < ranks and not p.shape[1] % ranks else None
-
-
-def _joined_submesh(along: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the submesh for parameters outside of experts: `along`, its last axis joined with `ep`."""
-    *outer, last = along.mesh_dim_names or ()
-    both = mesh[last, EXPERTS]._flatten(f"{last}_{EXPERTS}")
-    return type(mesh)._concatenate([mesh[tuple(outer)], both]) if outer else both
-
-
 def _split_llama(model: nn.Module, mesh: DeviceMesh) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     along = _axes(mesh, "tp=llama", ("tp",))
-    styles = dict(_llama_styles(model))
+    styles: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _EMBEDDING.fullmatch(path):
+            styles[path] = RowwiseParallel(input_layouts=Replicate())
+        elif isinstance(module, nn.Linear) and _HEAD.fullmatch(path):
+            styles[path] = ColwiseParallel(output_layouts=Replicate())
+        elif isinstance(module, nn.Linear) and _COLUMNS.fullmatch(path):
+            styles[path] = ColwiseParallel()
+        elif isinstance(module, nn.Linear) and _ROWS.fullmatch(path):
+            styles[path] = RowwiseParallel()
     if not any(_COLUMNS.fullmatch(path) for path in styles):
         raise OptionError(
             f"tp=llama finds no layer of a Llama in {type(model).__name__}, such as layers.0.mlp.gate_proj or"
             " layers.0.feed_forward.w1: parallelise the model in a factory that takes the mesh"
         )
-    _check_whole(model, styles, along.size())
-    shared = owners(model).values()
-    parallelize_module(model, along, styles)  # it separates shared parameters
-    for (owner, name), *others in shared:
-        for module, key in others:
-            module._parameters[key] = owner._parameters[name]
-
-
-def _llama_styles(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields (path, parallel style) for every layer that `tp=llama` splits."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and _EMBEDDING.fullmatch(path):
-            yield path, RowwiseParallel(input_layouts=Replicate())
-        elif isinstance(module, nn.Linear) and _HEAD.fullmatch(path):
-            yield path, ColwiseParallel(output_layouts=Replicate())
-        elif isinstance(module, nn.Linear) and _COLUMNS.fullmatch(path):
-            yield path, ColwiseParallel()
-        elif isinstance(module, nn.Linear) and _ROWS.fullmatch(path):
-            yield path, RowwiseParallel()
-
-
-def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> None:
-    """Raises `OptionError` if a layer in a block does not split evenly: the split would cut heads."""
-    for path in styles:
+    ranks = along.size()
+    for path in styles:  # an uneven split of a layer in a block would cut heads
         weight: Any = model.get_submodule(path).weight
         split = weight.shape[1 if _ROWS.fullmatch(path) else 0]
         inside = _COLUMNS.fullmatch(path) or _ROWS.fullmatch(path)
         if inside and split % ranks:
             raise OptionError(f"tp=llama cannot split {path}: {split} is not a multiple of {ranks} ranks")
+    shared = owners(model).values()
+    parallelize_module(model, along, styles)  # it separates shared parameters
+    for (owner, name), *others in shared:
+        for module, key in others:
+            module._parameters[key] = owner._parameters[name]
 
 
 WAYS: dict[str, Callable[[nn.Module, Any], None]] = {

@@ -19,7 +19,6 @@ from torch import fx
 from torch._inductor import config
 
 from mxcompile.compiler.hooks.inductor import GraphPass, sources_hash
-from mxcompile.formats import Format
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of, tensor
@@ -74,10 +73,12 @@ def _lower(graph: fx.Graph, target: str, quantize_activations: bool) -> None:
         value = tensor(node)
         if packet(node) in (aten.mm, aten.addmm) and value is not None:
             device = value.device
+            weight = untransposed(operands(node)[1])[0] if quantize_activations else None
+            stored = None if weight is None else Dequantize.from_node(weight)
             tag = GemmTag(
                 layer=node.name, name=node.name, module=str(packet(node)), source="", gemm=Gemm.FPROP,
                 kind=Kind.LINEAR, tensors=("x", "w"),
-                formats=_formats(node) if quantize_activations else None,
+                formats=None if stored is None else (replace(stored.form, packed=False),) * 2,
             )  # fmt: skip
             set_tag(node, tag)
     if quantize_activations:
@@ -88,9 +89,3 @@ def _lower(graph: fx.Graph, target: str, quantize_activations: bool) -> None:
         for step in (QuantizeGemms(), Reuse(), Share()):
             step.apply(graph)
     lowering.run(graph, targets.resolve(target, device), device, promotes=target == targets.CPU_FP32)
-
-
-def _formats(gemm: fx.Node) -> tuple[Format, Format] | None:
-    """Returns the format of the stored weight of `gemm`, for both operands; None without such a weight."""
-    stored = Dequantize.from_node(untransposed(operands(gemm)[1])[0])
-    return None if stored is None else (replace(stored.form, packed=False),) * 2

@@ -122,7 +122,13 @@ def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], policy: Po
     A table that an embedding shares with layers is stored as the layers need it. The embedding keeps its
     table if a rule has it in BF16 or blocks do not run along rows; else it reads rows of the stored table.
     """
-    layers = [_along_rows(use) for use in own_uses if not use.is_lookup]
+    layers = [
+        replace(use, form=None, reason=OTHER_FORMAT.format(stored_precision(use.form)))
+        if use.square and use.form is not None  # scales for square tiles are never stored
+        else use
+        for use in own_uses
+        if not use.is_lookup
+    ]
     lookup = next((use for use in own_uses if use.is_lookup), None)
     ruled = None if lookup is None else _ruled(lookup, value, policy)
     readers = layers
@@ -154,10 +160,3 @@ def _ruled(lookup: WeightUse, value: Tensor, policy: Policy) -> WeightUse | None
         return replace(lookup, reason=OTHER_FORMAT.format(choice.precision))
     rank = value.ndim
     return replace(lookup, reason=choice.reason, form=choice.formats.w, block_dim=rank - 1, rank=rank)
-
-
-def _along_rows(use: WeightUse) -> WeightUse:
-    """Returns `use`, without a format if its scales are for square tiles, which are never stored."""
-    if not use.square or use.form is None:
-        return use
-    return replace(use, form=None, reason=OTHER_FORMAT.format(stored_precision(use.form)))

@@ -8,6 +8,10 @@ A slice along the blocked dimension is of the first kind if it starts and ends a
 FP4 elements of a byte are neighbours along that dimension. A global scale that varies along the changed
 dimensions changes, too. Only `copy_` may change an `MXTensor` in place; it quantizes a source of another
 format.
+
+Collectives that shard a tensor send qdata and scale bytes instead of values. DTensor splits a tensor and
+sends its shards, or the whole tensor, from one rank to the others. A shard that cuts scale blocks was
+dequantized by the split and is sent as values.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
+from mxcompile.errors import FormatError
 from mxcompile.formats import num_blocks
 from mxcompile.formats.encoding import encode_stored
 from mxcompile.storage.tensor import HANDLERS, MXTensor, dense
@@ -61,21 +66,15 @@ def _moved(func: Any, x: MXTensor, *, dtype: torch.dtype | None = None, **kwargs
     return x.with_parts(lambda part: func(part, **kwargs), dtype=dtype)
 
 
-@handles(aten.t.default)
-def _t(func: Any, x: MXTensor) -> MXTensor:
-    return x.with_parts(func, x.ndim - 1 - x.block_dim % x.ndim)
-
-
-@handles(aten.transpose.int)
-def _transpose(func: Any, x: MXTensor, first: int, second: int) -> MXTensor:
-    first, second, dim = first % x.ndim, second % x.ndim, x.block_dim % x.ndim
-    return x.with_parts(lambda part: func(part, first, second), {first: second, second: first}.get(dim, dim))
-
-
-@handles(aten.permute.default)
-def _permute(func: Any, x: MXTensor, order: Sequence[int]) -> MXTensor:
-    dims = [dim % x.ndim for dim in order]
-    return x.with_parts(lambda part: func(part, dims), dims.index(x.block_dim % x.ndim))
+@handles(aten.t.default, aten.transpose.int, aten.permute.default)
+def _permuted(func: Any, x: MXTensor, *args: Any) -> MXTensor:
+    order = [*range(x.ndim)]
+    if func is aten.permute.default:
+        order = [dim % x.ndim for dim in args[0]]
+    else:
+        first, second = args or (0, -1)
+        order[first], order[second] = order[second], order[first]
+    return x.with_parts(lambda part: func(part, *args), order.index(x.block_dim % x.ndim))
 
 
 @handles(aten.unsqueeze.default)
@@ -84,25 +83,18 @@ def _unsqueeze(func: Any, x: MXTensor, dim: int) -> MXTensor:
     return x.with_parts(lambda part: func(part, at), block + (at <= block))
 
 
-@handles(aten.squeeze.dim)
-def _squeeze(func: Any, x: MXTensor, dim: int) -> Any:
+@handles(aten.squeeze.dim, aten.select.int)
+def _dropped(func: Any, x: MXTensor, dim: int, *index: int) -> Any:
+    """Returns `x` without the dimension `dim`. A squeeze leaves it, unless its length is 1."""
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
         return NotImplemented
-    if x.shape[at] != 1:
+    if not index and x.shape[at] != 1:
         return x.with_parts(lambda part: func(part, at), block, lambda whole: whole)
-    return x.with_parts(lambda part: func(part, at), block - (at < block))
-
-
-@handles(aten.select.int)
-def _select(func: Any, x: MXTensor, dim: int, index: int) -> Any:
-    at, block = dim % x.ndim, x.block_dim % x.ndim
-    if at == block:
-        return NotImplemented
     return x.with_parts(
-        lambda part: func(part, at, index),
+        lambda part: func(part, at, *index),
         block - (at < block),
-        lambda whole: whole.select(at, 0 if whole.shape[at] == 1 else index),
+        lambda whole: whole.select(at, 0 if whole.shape[at] == 1 else index[0]),
     )
 
 
@@ -110,7 +102,7 @@ def _select(func: Any, x: MXTensor, dim: int, index: int) -> Any:
 def _unbind(_: Any, x: MXTensor, dim: int = 0) -> Any:
     if dim % x.ndim == x.block_dim % x.ndim:
         return NotImplemented
-    return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
+    return [_dropped(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
@@ -258,3 +250,42 @@ def _holds(x: MXTensor, source: MXTensor) -> bool:
         return False
     pairs = zip(x.parts, source.parts, strict=True)
     return all(size in (1, n) for to, part in pairs for n, size in zip(to.shape, part.shape, strict=True))
+
+
+def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
+    """Copies the tensors of one rank to all other ranks."""
+    return tensors, _send_parts(tensors, lambda index: func(_parts(tensors, index), *args, **kwargs))
+
+
+def _scatter(
+    func: Any, outputs: Sequence[MXTensor], inputs: Sequence[Sequence[MXTensor]], *args: Any, **kwargs: Any
+) -> Any:
+    """Sends each rank its own tensor among the `inputs` of one rank."""
+
+    def send(index: int) -> Any:
+        return func(_parts(outputs, index), [_parts(row, index) for row in inputs], *args, **kwargs)
+
+    return outputs, _send_parts(outputs, send)
+
+
+def _send_parts(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
+    """Calls `send` with the index of each part in sequence. Returns the work handle of the last part."""
+    last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
+    for index in range(last):
+        send(index)[1].wait()
+    return send(last)[1]
+
+
+def _parts(tensors: Sequence[Any], index: int) -> list[Tensor]:
+    """Returns part number `index` of each tensor, FP8 as bytes."""
+    if not all(isinstance(tensor, MXTensor) for tensor in tensors):
+        raise FormatError(
+            "a collective got tensors in MXFP8 together with others: send them in separate collectives"
+        )
+    parts = [tensor.parts[index] for tensor in tensors]
+    return [part if part.dtype is torch.float32 else part.view(torch.uint8) for part in parts]
+
+
+if distributed.is_available():
+    handles(torch.ops.c10d.broadcast_.default)(_broadcast)
+    handles(torch.ops.c10d.scatter_.default)(_scatter)

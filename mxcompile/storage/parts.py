@@ -38,12 +38,8 @@ def checked_form(
         raise FormatError(f"qdata is on {qdata.device}, scale on {scale.device}")
     if not dtype.is_floating_point:
         raise FormatError(f"an MXTensor stands for floating-point values, not {dtype}")
-    if global_scale is not None:
-        _check_global(global_scale, qdata, block_dim)
-    return form
-
-
-def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
+    if global_scale is None:
+        return form
     if global_scale.dtype is not torch.float32:
         raise FormatError(f"global_scale must be torch.float32, not {global_scale.dtype}")
     if global_scale.device != qdata.device:
@@ -58,6 +54,7 @@ def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
             f"global_scale has shape {tuple(global_scale.shape)}; qdata {tuple(qdata.shape)} in blocks along"
             f" dimension {block_dim} takes one number, or sizes of 1 or as in {tuple(whole)}"
         )
+    return form
 
 
 def unpacked_layout(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -12,7 +12,7 @@ import torch
 
 from mxcompile.formats import Format, Tile, labels, stored_precision
 from mxcompile.report.data.fold import spelled
-from mxcompile.report.forms.tables import Table, drawn, fitted
+from mxcompile.report.forms.tables import drawn, fitted
 from mxcompile.report.forms.words import byte_count
 from mxcompile.storage.cast import empty
 
@@ -120,21 +120,16 @@ class StoredWeights:
             every = sum(weight.num_bytes for weight in self.weights)
             bf16 = sum(weight.bytes_bf16 for weight in self.weights)
             head += f"\nall {len(self.weights)} weights: {byte_count(every)}, {every / bf16:.1%} of BF16"
-        return f"{head}\n\n{drawn(fitted(self._table(), ('weight', 'reason')))}" if self.weights else head
-
-    def _table(self) -> Table:
-        alike: dict[tuple[object, ...], list[StoredWeight]] = {}
+        alike: dict[tuple[str, ...], list[StoredWeight]] = {}
         for weight in self.weights:
-            key = weight.role, weight.shape, weight.precision, weight.reason
-            alike.setdefault(key, []).append(weight)
+            shape, precision = "×".join(map(str, weight.shape)), weight.precision or "unchanged"
+            alike.setdefault((weight.role, shape, precision, weight.reason), []).append(weight)
         measured = any(weight.sqnr_db is not None for weight in self.weights)
         table = [["weight", "role", "shape", "stored", "bytes", "reason", *["worst SQNR"] * measured]]
-        for group in alike.values():
-            first, size = group[0], byte_count(sum(weight.num_bytes for weight in group))
-            worst = min((w.sqnr_db for w in group if w.sqnr_db is not None), default=None)
-            table.append([
-                spelled(weight.name for weight in group), first.role, "×".join(map(str, first.shape)),
-                first.precision or "unchanged", size, first.reason,
-                *["" if worst is None else f"{worst:.1f} dB"] * measured,
-            ])  # fmt: skip
-        return table
+        for (role, shape, precision, reason), group in alike.items():
+            size = byte_count(sum(weight.num_bytes for weight in group))
+            worst = min((weight.sqnr_db for weight in group if weight.sqnr_db is not None), default=None)
+            sqnr = ["" if worst is None else f"{worst:.1f} dB"] * measured
+            names = spelled(weight.name for weight in group)
+            table.append([names, role, shape, precision, size, reason, *sqnr])
+        return f"{head}\n\n{drawn(fitted(table, ('weight', 'reason')))}" if self.weights else head

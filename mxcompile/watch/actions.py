@@ -65,14 +65,10 @@ class Fallbacks:
         gemms[Gemm(gemm)] = why
         torch._dynamo.config.recompile_limit += 1  # this recompile must not use up the user's limit
         if self.path is not None and not rank():
-            publish(self.path, self._text())
+            reasons = (f"# {printable(reason)}\n" for kept in self._why.values() for reason in kept.values())
+            head = f"# {printable(self.policy.label)}, with GEMMs that rules of a watch put into BF16:\n"
+            publish(self.path, "".join((head, *reasons, self.over(self.policy).to_yaml())))
         return f"{layer} {gemm} is in BF16 from the next step"
-
-    def _text(self) -> str:
-        reasons = (why for gemms in self._why.values() for why in gemms.values())
-        comments = "".join(f"# {printable(why)}\n" for why in reasons)
-        head = f"# {printable(self.policy.label)}, with GEMMs that rules of a watch put into BF16:\n"
-        return head + comments + self.over(self.policy).to_yaml()
 
     def over(self, policy: Policy) -> Policy:
         """Returns `policy` with rules that keep the GEMMs passed to `add` in BF16."""

@@ -8,6 +8,7 @@ Steps themselves need no callback: a step ends when the optimizer steps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -33,8 +34,14 @@ def for_transformers(watch: Watch) -> Any:
 
 def for_lightning(watch: Watch) -> Any:
     """Returns a ``lightning.pytorch.Callback`` for `watch`. Raises `OptionError` without Lightning."""
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        with contextlib.suppress(ImportError):
+            base = importlib.import_module(name).Callback
+            break
+    else:
+        raise OptionError("for_lightning needs Lightning: pip install lightning")
 
-    class Watching(_lightning()):  # type: ignore[misc]
+    class Watching(base):  # type: ignore[misc, valid-type]
         """Numbers steps like the trainer, also after a restart from a checkpoint."""
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -44,12 +51,3 @@ def for_lightning(watch: Watch) -> Any:
             watch.close()
 
     return Watching()
-
-
-def _lightning() -> Any:
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        try:
-            return importlib.import_module(name).Callback
-        except ImportError:
-            continue
-    raise OptionError("for_lightning needs Lightning: pip install lightning")

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from mxcompile.watch.actions import Fired
@@ -68,7 +69,7 @@ class Ranks:
             return self._judge(sample) if self._judge is not None else []
         try:
             if rank:
-                packed = [[key, tally.packed()] for key, tally in sample.items()]
+                packed = [[key, asdict(tally)] for key, tally in sample.items()]
                 _store().set(_key(step, rank), json.dumps(packed))
                 return self._receive_rules(step) if self._judge is not None else []
             if self._judge is not None:
@@ -142,13 +143,13 @@ class Ranks:
         finally:
             if self._sent_key and not self._silent:  # every rank has sent a later sample, so has read this
                 _store().delete_key(self._sent_key)
-            self._sent_key = _verdict(step)
+            self._sent_key = _key(step, "rules")
             _store().set(self._sent_key, json.dumps(rules))
         return rules
 
     def _receive_rules(self, step: int) -> list[Fired]:
         """Returns the rules that fire on rank 0 in the joined sample. Raises `TimeoutError`."""
-        store, key, end = _store(), _verdict(step), time.monotonic() + 2 * _WAIT_S
+        store, key, end = _store(), _key(step, "rules"), time.monotonic() + 2 * _WAIT_S
         while not store.check([key]):
             if time.monotonic() > end:
                 raise TimeoutError(f"the first rank did not send the results of its rules for step {step}")
@@ -165,7 +166,7 @@ class Ranks:
             arrived = [rank for rank in waiting if store.check([_key(step, rank)])]
             for rank in arrived:
                 packed = json.loads(store.get(_key(step, rank)))
-                join(sample, {tuple(key): Tally.unpacked(values) for key, values in packed})
+                join(sample, {tuple(key): Tally.from_json(values) for key, values in packed})
                 store.delete_key(_key(step, rank))
                 sent += 1
             waiting -= set(arrived)
@@ -192,9 +193,6 @@ def _store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def _key(step: int, rank: int) -> str:
-    return f"{_PREFIX}/{step}/{rank}"
-
-
-def _verdict(step: int) -> str:
-    return f"{_PREFIX}/{step}/rules"
+def _key(step: int, part: int | str) -> str:
+    """Returns the key for `step` of the sample of a rank, or of the "rules" that fired."""
+    return f"{_PREFIX}/{step}/{part}"

@@ -26,10 +26,8 @@ from torch import Tensor
 from mxcompile.errors import WatchError
 from mxcompile.ops.watch import FIELDS, listen
 from mxcompile.passes.watch import RESULTS
-from mxcompile.watch import call_context
-from mxcompile.watch.call_context import Call
 from mxcompile.watch.dump import Excerpt
-from mxcompile.watch.steps import Steps, in_backward
+from mxcompile.watch.steps import Call, Steps, current, in_backward
 from mxcompile.watch.tally import KEY_NAMES, Key, Sample, Tally
 
 log = logging.getLogger(__name__)
@@ -198,7 +196,7 @@ def _key(call: Call, reader: dict[str, str]) -> Key:
 
 
 def _on_values(values: Sequence[Tensor], words: Sequence[str]) -> None:
-    call, has_been_counted = call_context.current()
+    call, has_been_counted = current()
     if call is None or has_been_counted:
         return
     try:

@@ -90,9 +90,22 @@ class Rule:
         if do not in ACTIONS:
             raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
         where = {key: words_of(key, _WHERE[key], mapping[key]) if key in mapping else () for key in _WHERE}
-        limits = [(name, text) for name, text in when.items() if name != "over"]
+        of_results = where["operand"] and {*where["operand"]} <= {*RESULTS.values()}
+        allowed = OF_RESULTS if of_results else NUMBERS
+        conditions = []
+        for name, text in when.items():
+            if name == "over":
+                continue
+            if name not in allowed:
+                raise OptionError(not_allowed("statistic", name, (*allowed, "over")))
+            limit = _CONDITION.fullmatch(str(text))
+            if limit is None:
+                raise OptionError(
+                    f"watch rule: the limit of {name} must be like '> 0.3', found {shown(text)}"
+                )
+            conditions.append(Condition(name=name, word=limit[1], limit=float(limit[2])))
         return cls(
-            conditions=tuple(_condition(name, text, where["operand"]) for name, text in limits),
+            conditions=tuple(conditions),
             over=over,
             match=Match(name=where["layer"], role=where["role"]),
             gemms=where["gemm"],
@@ -133,13 +146,3 @@ def words_of(option: str, allowed: Value, value: Any) -> tuple[Any, ...]:
     except Invalid as error:
         raise OptionError(f"watch: {option}: {error}") from None
     return words
-
-
-def _condition(name: str, text: Any, operands: tuple[str, ...]) -> Condition:
-    allowed = OF_RESULTS if operands and {*operands} <= {*RESULTS.values()} else NUMBERS
-    if name not in allowed:
-        raise OptionError(not_allowed("statistic", name, (*allowed, "over")))
-    match = _CONDITION.fullmatch(str(text))
-    if match is None:
-        raise OptionError(f"watch rule: the limit of {name} must be like '> 0.3', found {shown(text)}")
-    return Condition(name=name, word=match[1], limit=float(match[2]))

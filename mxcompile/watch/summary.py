@@ -175,13 +175,6 @@ def _table(title: str, rows: Sequence[tuple[Key, Row | None, Row]]) -> Iterable[
 
 
 def _cell(name: str, before: Row | None, now: Row) -> str:
-    here = _number(name, now.get(name))
-    if before is None or before.get(name) == now.get(name):
-        return here
-    return f"{_number(name, before.get(name))} → {here}"
-
-
-def _number(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1f}" if name == "sqnr" else f"{value:.2%}"
+    rows = [now] if before is None or before.get(name) == now.get(name) else [before, now]
+    form = "{:.1f}" if name == "sqnr" else "{:.2%}"
+    return " → ".join("-" if row.get(name) is None else form.format(row[name]) for row in rows)

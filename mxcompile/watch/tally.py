@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from bisect import bisect_left
@@ -83,42 +82,31 @@ class Tally:
             "nan": int(sums["nan"]),
             "inf": int(sums["inf"]),
         }
-        return values | self._losses() if self.format else values
-
-    def _losses(self) -> dict[str, Any]:
-        sums, signal, noise = self.sums, self.sums["signal"], self.sums["noise"]
+        if not self.format:
+            return values
+        signal, noise = sums["signal"], sums["noise"]
         finite = sums["elements"] - sums["nan"] - sums["inf"]
         error = math.sqrt(noise / signal) if signal else None
-        return {
+        scales: dict[str, int | None] = dict.fromkeys(_SCALES)
+        bins = sorted((byte, count) for byte, count in self.histogram.items() if byte != NUM_BYTES - 1)
+        if bins:  # without the byte of NaN
+            reached = list(itertools.accumulate(count for _, count in bins))
+            median = bisect_left(reached, reached[-1] / 2)
+            scales = dict(zip(_SCALES, (bins[0][0], bins[median][0], bins[-1][0]), strict=True))
+        return values | {
             "underflow": sums["underflow"] / sums["nonzero"] if sums["nonzero"] else 0.0,
             "saturated": sums["saturated"] / finite if finite else 0.0,
             "error": 0.0 if noise == 0 else error,
             "sqnr": 10 * math.log10(signal / noise) if signal and noise else None,
-            **self._scales(),
+            **scales,
             "poisoned": int(sums["poisoned"]),
             "changed": self.changed / self.compared if self.compared else None,
         }
 
-    def _scales(self) -> dict[str, int | None]:
-        """Returns the smallest, median and largest scale byte, without the byte of NaN."""
-        bins = sorted((byte, count) for byte, count in self.histogram.items() if byte != NUM_BYTES - 1)
-        if not bins:
-            return dict.fromkeys(_SCALES)
-        reached = list(itertools.accumulate(count for _, count in bins))
-        median = bisect_left(reached, reached[-1] / 2)
-        return {"scale_min": bins[0][0], "scale_median": bins[median][0], "scale_max": bins[-1][0]}
-
-    def packed(self) -> list[Any]:
-        """Returns a list for Python's JSON, which has infinity. `unpacked` reads it."""
-        sums, counted = [self.sums[name] for name in FIELDS], [*self.histogram.items()]
-        return [self.role, self.format, self.calls, sums, counted, self.compared, self.changed]
-
     @classmethod
-    def unpacked(cls, packed: list[Any]) -> Tally:
-        """Returns the tally that `packed` wrote."""
-        values = dict(zip((field.name for field in dataclasses.fields(cls)), packed, strict=True))
-        values["sums"] = dict(zip(FIELDS, values["sums"], strict=True))
-        return cls(**values | {"histogram": dict(values["histogram"])})
+    def from_json(cls, data: dict[str, Any]) -> Tally:
+        """Returns the tally whose fields Python's JSON has written."""
+        return cls(**data | {"histogram": {int(byte): count for byte, count in data["histogram"].items()}})
 
 
 Sample = dict[Key, Tally]

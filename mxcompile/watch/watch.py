@@ -97,14 +97,16 @@ class Watch:
                 )
         self.stats = frozenset(_words("statistic", stats, STATS))
         self._match = Match(name=self.layers)
-        self._writers = [_writer(writer) for writer in _listed(to)]
+        single = isinstance(to, str | Path) or callable(to) or hasattr(to, "add_scalar")
+        targets: Any = [to] if single else to
+        self._writers = [_writer(target) for target in targets]
         tripped = self._trip if nonfinite else None
         self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
         judge = functools.partial(fired, self._rules) if self._rules else None
-        self._ranks = Ranks(self._write, self._recorder.warn, self._send, judge)
+        self._ranks = Ranks(self._write, self._recorder.warn, self._pass_on, judge)
         self._fallbacks = Fallbacks(self._path_of("bf16", "policy", policy, ".policy.yaml"))
         self._dumps = Dumps(self._path_of("dump", "dump", dump, ".dump"))
-        self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._report, self._recorder.warn)
+        self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._send, self._recorder.warn)
         self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
         self._is_begun = False
@@ -243,7 +245,7 @@ class Watch:
         if not self._is_begun:
             missing = [*self._recorder.left_out.items()]  # graphs of other threads may add some
             left_out = [{**dict(zip(KEY_NAMES, key, strict=True)), "why": why} for key, why in missing]
-            self._send(_record("run", **self._about, left_out=left_out))
+            self._send("run", **self._about, left_out=left_out)
             for index, rule in enumerate(self._rules):
                 if not any(map(rule.looks_at, rows)):
                     log.warning("watch: rule %d matches no operand that step %d measures", index + 1, step)
@@ -253,12 +255,12 @@ class Watch:
         noted: Record = {"loss": mean if math.isfinite(mean) else None} if losses else {}
         if self._fallbacks.policy.has_steps:
             noted["phase"] = self._fallbacks.policy.at(step).phase
-        self._send(_record("sample", step=step, ranks=ranks, **noted, rows=rows))
+        self._send("sample", step=step, ranks=ranks, **noted, rows=rows)
 
-    def _report(self, kind: str, **values: Any) -> None:
-        self._send(_record(kind, **values))
+    def _send(self, kind: str, **values: Any) -> None:
+        self._pass_on(_record(kind, **values))
 
-    def _send(self, record: Record) -> None:
+    def _pass_on(self, record: Record) -> None:
         for writer in self._writers:
             try:
                 writer(record)
@@ -268,11 +270,6 @@ class Watch:
 
 def _record(kind: str, **values: Any) -> Record:
     return {"schema": SCHEMA, "kind": kind, "time": time.time(), **values}
-
-
-def _listed(to: Any) -> Iterable[Any]:
-    single = isinstance(to, str | Path) or callable(to) or hasattr(to, "add_scalar")
-    return [to] if single else to
 
 
 def _writer(target: Any) -> Writer:

@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import mxcompile
 from mxcompile import ops
 from mxcompile.compiler.capture.gathers import Gathers, gathers_of
-from mxcompile.distributed.states import register_state_hooks
+from mxcompile.distributed.gathers import register_state_hooks
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
 from mxcompile.formats import Format, elem_type

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mxcompile
 from mxcompile.mesh import RankReport
-from mxcompile.models.checkpointed import rewrapped
+from mxcompile.models.fake_copy import rewrapped
 from mxcompile.plan.repeats import fold
 from mxcompile.policy import Policy
 

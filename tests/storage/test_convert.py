@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import mxcompile
 from mxcompile import MXTensor
-from mxcompile.checkpoint import publish
+from mxcompile.checkpoint import files
 from mxcompile.checkpoint.convert import convert
 from mxcompile.cli import main
 from mxcompile.errors import CheckpointError
@@ -317,7 +317,7 @@ def test_failed_convert_prints_a_line_and_leaves_no_files(source, tmp_path, monk
     """A file system that takes no more, and places that are none."""
     chosen_once(monkeypatch, source)
     (tmp_path / "file").touch()
-    limit, written = resource.getrlimit(resource.RLIMIT_FSIZE), publish.write_tensors
+    limit, written = resource.getrlimit(resource.RLIMIT_FSIZE), files.write_tensors
 
     def then_full(*tensors) -> None:
         written(*tensors)
@@ -342,10 +342,12 @@ def test_failed_convert_prints_a_line_and_leaves_no_files(source, tmp_path, monk
 
 def chosen_once(monkeypatch, source: Path) -> None:
     """Trace the model once for all conversions of `source`."""
-    from mxcompile.checkpoint import plan
+    from mxcompile.checkpoint import convert as conversion
 
-    weights = plan.planned_weights(plan._of_config(source, plan.read_json(source / "config.json")).model)
-    monkeypatch.setattr(plan, "planned_weights", lambda *_: weights)
+    owner, config = conversion.architecture(source, conversion.read_json(source / "config.json"))
+    with torch.device("meta"):
+        weights = conversion.planned_weights(owner(config).to(torch.bfloat16))
+    monkeypatch.setattr(conversion, "planned_weights", lambda *_: weights)
 
 
 def test_the_directory_of_a_killed_conversion_stays_and_is_named(source, tmp_path, monkeypatch, caplog):
@@ -367,7 +369,7 @@ def test_the_directory_of_a_killed_conversion_stays_and_is_named(source, tmp_pat
 def test_a_conversion_that_is_overtaken_leaves_the_result(source, tmp_path, monkeypatch):
     """Of another machine, say, which this one cannot see."""
     chosen_once(monkeypatch, source)
-    written = publish.write_json
+    written = files.write_json
 
     def overtaken(file: Path, value: object) -> None:
         written(file, value)

@@ -296,7 +296,7 @@ def test_published_checkpoints_are_converted_from_their_values(tmp_path, monkeyp
         path: StoredWeight(name=path, shape=tuple(tensor.shape), dtype=BF16, form=stored_form(elem, rounding))
         for path, tensor in model.named_parameters()
     }
-    monkeypatch.setattr("mxcompile.checkpoint.plan.planned_weights", lambda *_: decided)  # needs a trace
+    monkeypatch.setattr("mxcompile.checkpoint.convert.planned_weights", lambda *_: decided)  # needs a trace
     whole_model = LoadedModel(name="model", model=model)
     table = convert(source, tmp_path / "out", model=whole_model, progress=False)
     assert {row.name: row.precision for row in table.weights} == {"up.weight": to, "down.weight": to}

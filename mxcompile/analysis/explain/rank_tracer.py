@@ -38,7 +38,7 @@ from mxcompile.offline.graph_work import Works, works
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
-from mxcompile.ranks.copied import rank_copy
+from mxcompile.ranks.built import rank_copy
 from mxcompile.ranks.fsdp import FSDPGroup
 from mxcompile.ranks.shape import PIPELINE
 from mxcompile.report.data.fold import spelled

@@ -26,7 +26,7 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import gradient_tags, set_tag, tags_of
 from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.checkpointed import checkpointed_copy
+from mxcompile.models.fake_copy import checkpointed_copy
 from mxcompile.models.names import moved, moves, user_path
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.passes.apply_plan import ApplyPlan

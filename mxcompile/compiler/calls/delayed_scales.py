@@ -39,8 +39,8 @@ from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.session import session_of
-from mxcompile.models.holders import Holders
 from mxcompile.models.names import Owner
+from mxcompile.models.tree import Holders
 from mxcompile.policy import Policy
 from mxcompile.watch.steps import in_backward
 

@@ -29,7 +29,7 @@ from mxcompile.compiler.session.session import path_of
 from mxcompile.models.tree import Tree
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of
-from mxcompile.watch import Watch, call_context
+from mxcompile.watch import Watch, steps
 
 log = logging.getLogger(__name__)
 
@@ -134,10 +134,10 @@ class Sampling:
         call = self._recorder.begin(self._compiled, self._running, id(self))
         if call is None:
             return code(*args)
-        with call_context.forward(call):
+        with steps.forward(call):
             results = (self._sampled or code if call.is_sampled else code)(*args)
         if not call.is_repeated:
-            call_context.follow(call, results)
+            steps.follow(call, results)
         return results
 
     def _running(self) -> str:

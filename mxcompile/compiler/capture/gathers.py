@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.session.session import session_of
-from mxcompile.models.fsdp_state import groups
+from mxcompile.models.fsdp import groups
 from mxcompile.models.names import GraphInput, joined
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,8 @@ from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.frames import called_models, running
 from mxcompile.compiler.session.publication import Places
 from mxcompile.compiler.session.session import session_of
-from mxcompile.models.holders import Holders
 from mxcompile.models.names import joined, rebased, user_path, within
-from mxcompile.models.tree import path_in
+from mxcompile.models.tree import Holders, path_in
 from mxcompile.models.wrappers import plain_class, user_model
 from mxcompile.policy import Gemm
 

@@ -1,11 +1,13 @@
-"""Mixed precision of FSDP on a copy of a model: FSDP casts parameters, inputs and outputs between graphs.
+"""FSDP's private state: the groups of FSDP2, and the mixed precision of a copy of a model.
+
+FSDP casts parameters, inputs and outputs between graphs.
 
     FSDP2    a module's `MixedPrecisionPolicy` names the dtype of its gathers, inputs and outputs
     FSDP1    a flat parameter has a dtype for forward; the root casts inputs, other modules on request
 
 During and after a call, FSDP2 holds some parameters in the dtype of the gather and others in their own. A
 copy has all of them in the dtype of the gather, whenever it is made. With a torch version whose state has
-another layout, a copy has the dtypes that the model has at this moment.
+another layout, `states` raises `AttributeError`, and a copy has the dtypes that the model has at this moment.
 """
 
 from __future__ import annotations
@@ -20,11 +22,41 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from mxcompile.models.fsdp_state import states
-from mxcompile.models.names import within
+from mxcompile.models.names import joined, user_path, within
 from mxcompile.models.wrappers import FSDP1, unwrapped
 
 log = logging.getLogger(__name__)
+
+Group = tuple[Any, list[tuple[str, Any]]]
+"""An FSDP2 parameter group, and its parameters as (user's path, FSDPParam)."""
+
+
+def states(root: nn.Module) -> Iterator[tuple[str, Any, list[Group]]]:
+    """Yields (path, state, groups) for every module of `root` with an FSDP2 state.
+
+    A state of several modules counts for its first module.
+    """
+    paths = {id(module): path for path, module in root.named_modules()}
+    for path, module in root.named_modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        if state is None or state._modules[0] is not module:
+            continue
+        single = getattr(state, "_fsdp_param_group", None)  # before torch 2.12 a state has at most one group
+        members: list[Group] = []
+        for group in getattr(state, "_fsdp_param_groups", [] if single is None else [single]):
+            infos = ((entry._module_info, entry) for entry in group.fsdp_params)
+            entries = [
+                (user_path(joined(paths[id(info.module)], info.param_name)), entry)
+                for info, entry in infos
+                if id(info.module) in paths
+            ]
+            members.append((group, entries))
+        yield path, state, members
+
+
+def groups(root: nn.Module) -> Iterator[Group]:
+    """Returns the parameter groups of all states."""
+    return (group for *_, state_groups in states(root) for group in state_groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +75,7 @@ class MixedPrecision:
     def cast_values(self, copy_of: Callable[[nn.Module], nn.Module]) -> None:
         """Adds hooks to the copies of the modules that cast inputs and outputs."""
         for module in map(copy_of, self.modules):
-            if self.inputs is not None:
+            if self.inputs is not None:  # partials: equal hooks compare as equal (`plan.repeats`)
                 module.register_forward_pre_hook(partial(_cast_inputs, self.inputs), with_kwargs=True)
             if self.outputs is not None:
                 module.register_forward_hook(partial(_cast_outputs, self.outputs))
@@ -95,7 +127,7 @@ def _fsdp1(model: nn.Module) -> Iterator[MixedPrecision]:
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return floats_to(dtype, args), floats_to(dtype, kwargs)
+    return floats_to(dtype, (args, kwargs))
 
 
 def _cast_outputs(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
