@@ -135,7 +135,7 @@ class Site:
         """Whether its weight is a stack of matrices, as experts have; one matrix may have several axes too.
 
         If groups of its output features gate each other, their axis counts as an output axis. The blocks of a
-        block-diagonal matrix are no experts: they divide the features of a token.
+        block-diagonal matrix are not experts: they divide the features of a token.
         """
         weight = tensor(self.weight) if packet(self.node) is not aten.convolution else None
         if weight is None or weight.ndim < 3 or _divides_features(self.node):

@@ -47,8 +47,7 @@ OLD = audit({"a": 28.0, "b": 28.0, "c": 20.0, "d": 28.0}, {"a": 0.0, "b": 0.1})
 
 
 def test_audit_diff_lists_changed_layers_worst_first():
-    new = audit({"a": 27.7, "b": 25.0, "c": 24.0, "d": math.nan}, {"a": 0.2, "b": 0.1})
-    diff = compare_audits(OLD, new)
+    diff = compare_audits(OLD, audit({"a": 27.7, "b": 25.0, "c": 24.0, "d": math.nan}, {"a": 0.2, "b": 0.1}))
     assert [(layer.name, layer.before, layer.after) for layer in diff.moved] == [
         ("d", 28.0, pytest.approx(math.nan, nan_ok=True)),
         ("a", 0.0, 0.2),
@@ -87,8 +86,7 @@ def test_layers_that_fell_back_fail_too(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_audits_without_a_layer_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    new = audit({"x": 28.0, "y": 28.0}, {"x": 0.0})
-    assert main(["diff", *saved(tmp_path, old=OLD, new=new)]) == 1
+    assert main(["diff", *saved(tmp_path, old=OLD, new=audit({"x": 28.0, "y": 28.0}, {"x": 0.0}))]) == 1
     output = capsys.readouterr().out
     assert output.startswith("no layer in common: ")
     assert "numerics: not compared, as the audits have no layer in common" in output

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
+from helpers.made import Made
 from matplotlib.figure import Figure
 from recorded_bars import recorded_bars
 from torch import nn
@@ -128,8 +129,7 @@ def test_saved_audit_has_all_layers_in_every_form(result: Audit, tmp_path: Path)
     parameters = sum(parameter.name.startswith("model.layers.") for parameter in result.numerics.parameters)
     rows = [line.replace("\\", "") for line in markdown.splitlines()]
     assert sum(line.startswith("| model.layers.") for line in rows) == 42 + 72 + parameters
-    back = Audit.from_json((tmp_path / "new" / "audit.json").read_text())
-    assert back == result
+    assert Audit.from_json((tmp_path / "new" / "audit.json").read_text()) == result
     for gemm in result.numerics.gemms:
         assert html.escape(gemm.name) in page
     with pytest.raises(OptionError, match=r"unknown suffix '\.pdf'.*allowed: \.txt, \.md, \.json, \.html"):
@@ -223,8 +223,7 @@ def test_gemms_of_blocks_are_drawn_by_depth(
     axes, bar = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["model.layers.0", "model.layers.1"]
     kinds = [label.get_text() for label in axes.get_xticklabels()]
-    assert kinds[:2] == ["self_attn.q_proj fprop", "self_attn.k_proj fprop"]
-    assert len(kinds) == 21
+    assert (kinds[:2], len(kinds)) == (["self_attn.q_proj fprop", "self_attn.k_proj fprop"], 21)
     assert kinds[-1].endswith(" wgrad")
     image = axes.get_images()[0].get_array()
     for gemm in wrong:
@@ -250,11 +249,7 @@ def test_experts_of_a_block_share_a_column_and_layers_outside_blocks_have_rows(r
     assert grid(measured[:3]) is None  # one block alone
 
 
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
+class TwoLayers(Made, up=(64, 96), down=(96, 64)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x + self.down(torch.relu(self.up(x)))).square().mean()
 
@@ -267,8 +262,7 @@ def test_audit_command_writes_file_and_plots(tmp_path: Path, capsys: pytest.Capt
     out = tmp_path / "audit.json"
     model = f"{__name__}:example"
     assert main(["audit", model, "-o", str(out), "--plots", str(tmp_path), "--policy", "ocp"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("MXFP8 audit, policy preset ocp: 5 GEMMs, 10 cast tensors")
+    assert capsys.readouterr().out.startswith("MXFP8 audit, policy preset ocp: 5 GEMMs, 10 cast tensors")
     assert {g.name for g in Audit.from_json(out.read_text()).numerics.gemms} == {"up", "down"}
     assert (tmp_path / "scales.png").is_file()
     assert main(["audit", model, "--inference"]) == 0

@@ -14,14 +14,13 @@ from helpers.blocks import WIDTH, SwiGLU, features
 from helpers.eager_backend import EagerBackend
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
+from helpers.reports import EVERYTHING
 from torch import Tensor, nn
 
 import mxcompile
 from mxcompile.analysis.audit import audit
 from mxcompile.analysis.study.interpreter import Run
 from mxcompile.analysis.study.session import Session
-
-EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 class Busy(nn.Module):

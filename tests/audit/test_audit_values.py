@@ -102,8 +102,7 @@ def test_a_row_of_rounding_noise_does_not_lead() -> None:
 @pytest.mark.parametrize(("elem", "rounding"), [("e4m3", "rceil"), ("e4m3", "floor"), ("e5m2", "even")])
 def test_every_cast_is_measured(elem: str, rounding: str) -> None:
     model, x = layer()
-    policy = everything(elem_dtype=elem, grad_dtype=elem, rounding=rounding)
-    result = audit(model, x, policy=policy)
+    result = audit(model, x, policy=everything(elem_dtype=elem, grad_dtype=elem, rounding=rounding))
     w, dy = model.lin.weight, model.direction
     assert len(result.numerics.tensors) == 6
     for operand, value in (("x", x), ("w", w), ("dy", dy)):
@@ -130,7 +129,9 @@ def test_every_gemm_is_held_to_its_operands_before_the_casts(bias: bool) -> None
     assert len(result.numerics.gemms) == 3
     for which, (a, b, constant) in cases.items():
         exact = a.detach().double() @ b.detach().double() + constant
-        left = reference.round_trip(a, -1, rounding="floor").double()
+        left, right = (
+            reference.round_trip(x, dim, rounding="floor").double() for x, dim in ((a, -1), (b, -2))
+        )
         right = reference.round_trip(b, -2, rounding="floor").double()
         cast = left @ right + constant
         row = gemm(result, which)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
+from helpers.reports import EVERYTHING as ALL
 from torch import Tensor, nn
 
 from mxcompile.analysis.audit import audit
@@ -20,8 +22,6 @@ from mxcompile.analysis.study.session import Session
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.policy import Policy
-
-ALL: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 class Branches(nn.Module):
@@ -109,16 +109,11 @@ def test_blame_text_has_heading_and_rows_of_layers(blamed: Blamed) -> None:
     assert blamed.to_yaml().startswith("# blame: effect of policy against preset bf16")
 
 
-class Weighted(nn.Module):
+class Weighted(Made, front=(64, 64, False), a=(64, 64, False), b=(64, 64, False)):
     """Some tokens of `z` are a million times larger and count little in the loss: wgrad mixes tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(3))
-
     def forward(self, x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        y = self.a(x + torch.tanh(self.front(x))) + self.b(z)
-        return (weight * y.square()).mean()
+        return (weight * (self.a(x + torch.tanh(self.front(x))) + self.b(z)).square()).mean()
 
 
 def weighted() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -142,12 +137,8 @@ def test_the_gemm_that_was_planted_is_named() -> None:
     assert gradient_effect(model, args, result.policy) == result.left.on("gradients").mean
 
 
-class Product(nn.Module):
+class Product(Made, a=(64, 64, False), b=(64, 64, False), c=(64, 64, False)):
     """Errors of two layers are multiplied with each other, so that each alone does nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(64, 64, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
         return 1e-3 * self.c(x) + 1e4 * (self.a(x) - of_a) * (self.b(x) - of_b) + 1
@@ -258,8 +249,7 @@ def test_no_more_runs_than_announced(max_runs: int, monkeypatch: pytest.MonkeyPa
 def test_two_policies_that_both_quantize() -> None:
     torch.manual_seed(4)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
-    use = {"precision": "fp8", "scaling": "tensor"}
-    tensor = {**ALL, "rules": [{"match": {"name": "*"}, "use": use}]}
+    tensor = {**ALL, "rules": [{"match": {"name": "*"}, "use": {"precision": "fp8", "scaling": "tensor"}}]}
     result = blame(model, x, policy=tensor, against=ALL, max_runs=8, loss_fn=_mean_square, of="loss")
     assert (result.num_layers, result.num_gemms) == (2, 2)
     assert result.runs <= 8
@@ -309,8 +299,7 @@ def test_a_reference_that_is_not_finite_is_not_the_policys_fault() -> None:
 
 def test_values_that_are_not_finite_come_before_all() -> None:
     nan, small = Spread.from_values([1.0, math.nan]), Spread.from_values([0.5])
-    assert str(nan) == "not finite"
-    assert nan.size == math.inf
+    assert (str(nan), nan.size) == ("not finite", math.inf)
     assert exceeds(nan, 0.5)
     assert not exceeds(nan, math.inf)
     assert falls_short(small, math.inf)
@@ -395,8 +384,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "nowhere": "nowhere: no such file or directory",
     }.items():
         assert main(["blame", f"{__name__}:example", "--weights", str(tmp_path / file)]) == 2
-        error = capsys.readouterr().err
-        assert reason in error
+        assert reason in capsys.readouterr().err
     save_file(nn.Linear(2, 2).state_dict(), tmp_path / "part.safetensors")
     assert main(["audit", f"{__name__}:example", "--weights", str(tmp_path / "part.safetensors")]) == 2
     assert "part.safetensors: the checkpoint has 'bias', which the model lacks" in capsys.readouterr().err

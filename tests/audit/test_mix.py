@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
+from helpers.one_linear import policy as everything
 from torch import Tensor, nn
 
 from mxcompile.analysis.audit import audit
@@ -42,10 +44,6 @@ class Net(nn.Module):
 def example() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
     torch.manual_seed(0)
     return Net(), (torch.randn(48, 64), torch.randint(-6, 7, (48, 64)).float().clamp(-4, 4)), {}
-
-
-def everything(use: Any) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
 
 
 def measured(use: Any) -> dict[tuple[str, str], float]:
@@ -96,11 +94,7 @@ def test_mix_avoids_formats_that_the_target_emulates(
     peak = dataclasses.replace(chip.peak, bandwidth_gbs=wide, rates=rates)
     monkeypatch.setitem(TARGETS, target, dataclasses.replace(chip, peak=peak))
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(256, 256, bias=False)
-
+    class Wide(Made, up=(256, 256, False)):
         def forward(self, x: Tensor) -> Tensor:
             return self.up(x).square().mean()
 
@@ -124,11 +118,7 @@ def test_mix_avoids_formats_that_the_target_emulates(
 
 
 def test_a_bound_that_nothing_meets_is_not_met_by_bf16():
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(64, 64)
-
+    class Plain(Made, up=(64, 64)):
         def forward(self, x: Tensor) -> Tensor:
             return self.up(x).square().mean()
 

@@ -49,8 +49,7 @@ def sample() -> Numerics:
 
 
 def test_through_strict_json_and_back() -> None:
-    text = json.dumps(sample().to_dict(), allow_nan=False)
-    assert Numerics.from_dict(json.loads(text)) == sample()
+    assert Numerics.from_dict(json.loads(json.dumps(sample().to_dict(), allow_nan=False))) == sample()
 
 
 def test_nan_comes_back_as_nan() -> None:
@@ -135,8 +134,7 @@ def test_groups_by_role_and_block() -> None:
     assert by["layers.0"].rel_error == pytest.approx(math.sqrt((0.09 + 0.01) / 2))
     assert by["layers.0"].underflow == pytest.approx(0.15)
     assert by["layers.0"].flop_share == pytest.approx(2 / 5)
-    assert by["layers.0"].lowest_sqnr_db == 10.0
-    assert by["layers.0"].worst.gemm == "fprop"
+    assert (by["layers.0"].lowest_sqnr_db, by["layers.0"].worst.gemm) == (10.0, "fprop")
     assert by["layers.1"].underflow is None
     assert [(group.name, group.num_gemms) for group in by_role(numerics)] == [("qkv", 2), ("ffn_in", 2)]
 

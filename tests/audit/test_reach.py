@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import reference
+from helpers.made import Made
 from torch import Tensor, nn
 
 import mxcompile
@@ -32,13 +33,7 @@ class Layers(nn.Module):
         return x
 
 
-class Beside(nn.Module):
-    """Two layers side by side, the first of which counts a tenth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Beside(Made, up=(WIDTH, WIDTH), down=(WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         return 0.1 * self.up(x) + self.down(x)
 
@@ -120,8 +115,7 @@ def test_output_change_estimates_the_layer_quantized_alone(x: Tensor):
 
 def test_a_layer_whose_error_is_damped_comes_last(x: Tensor):
     """Both layers have the same FLOPs and nearly the same relative error."""
-    model = Beside()
-    audit = mxcompile.audit(model, x, policy=policy())
+    audit = mxcompile.audit(Beside(), x, policy=policy())
     first, second = (gemm.name for gemm in audit.numerics.worst_gemms() if gemm.gemm == "fprop")
     assert (first, second) == ("down", "up")
     assert str(audit).count("%") > 6

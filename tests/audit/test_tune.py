@@ -47,8 +47,7 @@ def test_a_planted_outlier_layer_is_found_and_nothing_else(tmp_path: Path) -> No
     assert result.met
     assert in_bf16(result) == failing
     kept = {(g.name, g.gemm) for g in result.audit.report.gemms if g.precision == "mxfp8"}
-    start = {(g.name, g.gemm) for g in before.report.gemms if g.precision == "mxfp8"}
-    assert kept == start - set(failing)
+    assert kept == {(g.name, g.gemm) for g in before.report.gemms if g.precision == "mxfp8"} - set(failing)
     assert min(g.sqnr_db for g in result.audit.numerics.gemms) >= 25
 
     result.dump(tmp_path / "policy.yaml")
@@ -95,8 +94,7 @@ def test_a_bound_on_the_loss_exempts_the_layer_that_moves_it() -> None:
     alone = {}  # what each layer does to the loss, each under a policy of its own
     for index in range(4):
         policy = {**FLOOR, "rules": [{**FLOOR["rules"][0], "match": {"name": f"branches.{index}"}}]}
-        rest = {"match": {"name": "*"}, "use": "bf16"}
-        policy["rules"].append(rest)
+        policy["rules"].append({"match": {"name": "*"}, "use": "bf16"})
         alone[index] = audit(model, *args, policy=policy).numerics.loss_gap
     assert alone[2] > 100 * max(alone[i] for i in (0, 1, 3))
 
@@ -120,8 +118,7 @@ def test_no_exception_where_none_is_needed() -> None:
         model, *args, policy={**FLOOR, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}, min_sqnr=10
     )
     assert result.met
-    assert result.chosen == ()
-    assert len(result.policy.rules) == 1
+    assert (result.chosen, len(result.policy.rules)) == ((), 1)
 
 
 def test_a_bound_that_nothing_meets() -> None:

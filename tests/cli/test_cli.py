@@ -107,8 +107,7 @@ def test_a_misspelt_word_gets_the_nearest_and_the_usage_of_its_command(
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert MISSPELT[line] in error
-    usage = f"usage: mxcompile {line.split()[0]}" if "-" in line else "usage: mxcompile"
-    assert error.startswith(usage)
+    assert error.startswith(f"usage: mxcompile {line.split()[0]}" if "-" in line else "usage: mxcompile")
 
 
 def test_an_error_of_ours_is_misuse(capsys: pytest.CaptureFixture[str]):
@@ -146,13 +145,14 @@ def test_a_file_that_cannot_be_read_is_an_error_of_one_line(
     assert streams.err.count("\n") == 1
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
 @pytest.mark.parametrize("size", ["1" + "0" * 18, "9" * 20])
 def test_a_batch_beyond_64_bits_is_an_error_of_one_line(
     size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
-    ).save_pretrained(tmp_path)
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
     assert main(["explain", str(tmp_path), "--batch", size]) == 2
     error = capsys.readouterr().err
     assert "cannot make inputs of this size" in error
@@ -180,8 +180,7 @@ def test_a_wrong_config_is_an_error_of_one_line(
 
 def test_an_architecture_that_is_not_a_model_is_not_called(tmp_path: Path):
     """Without one, the configuration's own model is taken, as for unknown names."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
-    raw = {"model_type": "llama", "architectures": ["Trainer"], "vocab_size": 32, **sizes}
+    raw = {"model_type": "llama", "architectures": ["Trainer"], "vocab_size": 32, **SIZES}
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     assert type(load_model(str(tmp_path)).model).__name__ == "LlamaForCausalLM"
 
@@ -204,10 +203,8 @@ def test_help_flag_shows_usage_of_each_command(name: str, capsys: pytest.Capture
 
 
 def test_running_the_module_prints_the_version():
-    """``python -m mxcompile`` is the same command."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mxcompile", "--version"], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "mxcompile", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"mxcompile {mxcompile.__version__}\n")
 
 

@@ -28,7 +28,6 @@ def test_the_walk_finds_all_commands():
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_output_is_asked_for_alike(name: str):
-    """A file is written with -o/--output, and overwritten with --force only."""
     actions = {flag: action for action in options(name) for flag in action.option_strings}
     assert ("-o" in actions) == ("--output" in actions) == (name not in WRITES_NOTHING | NAMES_ITS_OUTPUT)
     if "-o" not in actions:
@@ -41,7 +40,6 @@ def test_output_is_asked_for_alike(name: str):
 
 
 def test_a_flag_means_the_same_everywhere():
-    """Same destination, type and placeholder, whichever command takes it."""
     meanings = defaultdict(lambda: defaultdict(list))
     for name in LEAVES:
         for action in options(name):
@@ -53,7 +51,6 @@ def test_a_flag_means_the_same_everywhere():
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_help_of_every_command_lists_exit_statuses(name: str):
-    text = " ".join(PARSERS[name].format_help().split())
-    assert EXIT_STATUS in text
+    assert EXIT_STATUS in " ".join(PARSERS[name].format_help().split())
     for action in PARSERS[name]._actions:
         assert action.help, (name, action.dest)

@@ -75,10 +75,8 @@ def run(way: Callable[[Model], tuple[nn.Module, Any]]) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Tensor:
-    whole: Tensor = value.full_tensor()
-    return whole.detach().clone()
+    return value.full_tensor().detach().clone()
 
 
 def launch(ways: list[Callable[..., Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """What `ways` gave on every rank."""
     return on_ranks(ranks, folder, results_of, run, ways)

@@ -13,6 +13,7 @@ import torch
 import weight_ranks as model_of
 from helpers.casts import quantize
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -109,9 +110,7 @@ def test_gather_of_shards_that_cut_tiles_raises(ranks: int, shard: tuple[int, in
 
 
 def test_master_weight_operates_like_its_plain_tensor():
-    """In-place and out-of-place arithmetic, gradients and copies, as of the plain tensor."""
-    plain = torch.randn(64, 32)
-    p = nn.Parameter(MasterWeight(plain.clone(), cast()))
+    p = nn.Parameter(MasterWeight(torch.randn(64, 32), cast()))
     x = torch.randn(4, 32)
     torch.nn.functional.linear(x, p).sum().backward()
     assert type(p.grad) is Tensor
@@ -134,8 +133,7 @@ def test_master_weight_operates_like_its_plain_tensor():
 
 def test_tiles_answer_with_their_values():
     x = spread(64, 96).bfloat16()
-    codes = quantize(x, -1, E4M3, "rceil", True)
-    values = decode_tensors(*codes, -1, Format(), torch.bfloat16)
+    values = decode_tensors(*quantize(x, -1, E4M3, "rceil", True), -1, Format(), torch.bfloat16)
     w = nn.Parameter(TiledWeight(*cast()(x), "rceil", torch.bfloat16))
     y = torch.randn(5, 96).bfloat16().requires_grad_()
     out = torch.nn.functional.linear(y, w)
@@ -180,11 +178,7 @@ def test_weights_inside_wrappers_of_blocks_travel_too():
 def test_weights_that_something_else_reads_stay():
     model = model_of.build()
 
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
+    class Penalised(Made, model=lambda: model):
         def forward(self, ids: Tensor) -> Tensor:
             return self.model(ids) + self.model.blocks[0].up.weight.square().sum()
 
@@ -239,8 +233,7 @@ def test_state_dict_of_master_weights_has_plain_tensors():
 
 
 def test_pickled_master_weight_is_a_plain_parameter():
-    model = wrapped()
-    weight = model.blocks[0].q.weight
+    weight = wrapped().blocks[0].q.weight
     for value in (weight, weight.detach()):
         data = pickle.dumps(value)
         assert b"mxcompile" not in data

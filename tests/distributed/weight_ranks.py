@@ -265,10 +265,8 @@ def train(way: Callable[..., tuple[nn.Module, Step]], first: bool) -> dict[str, 
 
 
 def both(way: Callable[..., Any]) -> list[dict[str, Any]]:
-    """`way` with weights that travel in MXFP8, and without."""
     return [train(way, first) for first in (True, False)]
 
 
 def launch(ways: list[Callable[..., Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """What `ways` gave on every rank."""
     return on_ranks(ranks, folder, results_of, both, ways)

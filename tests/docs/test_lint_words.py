@@ -103,8 +103,7 @@ def test_short_or_odd_name_of_a_test_is_a_fault(name: str, faults: int):
     ],
 )
 def test_strict_rule_finds_docstring(text: str, fault: str):
-    source = f"def f():\n    {text!r}\n"
-    (line,) = lint_words.strict("f.py", source)
+    (line,) = lint_words.strict("f.py", f"def f():\n    {text!r}\n")
     assert line.startswith(f"f.py:2: {fault}: ")
 
 
@@ -123,8 +122,7 @@ def test_strict_rules_pass_over_code_quotes_and_tables(text: str):
 
 def test_strict_rules_read_comments_and_strings_behind_variables():
     source = 'X = 1  # what it is\n"""Of those that say."""\nY = 2  # a size\n'
-    faults = [line.split(":")[1] for line in lint_words.strict("f.py", source)]
-    assert faults == ["2", "1"]
+    assert [line.split(":")[1] for line in lint_words.strict("f.py", source)] == ["2", "1"]
 
 
 def test_strict_function_docstring_without_verb_in_s_is_a_fault():

@@ -19,7 +19,6 @@ def predicted(benchmark):
 
 
 def test_predicted_ratio_equals_newest_rows_at_current_rates(predicted):
-    """Of the newest lines of a chip, by the rates of today."""
     lines = [json.loads(line) for line in (BENCHMARKS / "results/predicted.jsonl").read_text().splitlines()]
     newest = {line["policy"]: line for line in lines if line["target"] == "sm_100"}
     rates = Rates.for_target(TARGETS["sm_100"])
@@ -45,8 +44,7 @@ def test_every_chip_has_its_presets(predicted):
 def test_emulation_moves_little_more_than_its_casts_must(predicted):
     """Both values of each gradient, one value and FP8 of each activation, a value of each weight twice."""
     rows = predicted.newest(predicted.TOKENS)
-    emulated = [chip for chip in predicted.CHIPS if not predicted.TARGETS[chip].native]
-    for chip in emulated:
+    for chip in [chip for chip in predicted.CHIPS if not predicted.TARGETS[chip].native]:
         mxfp8, bf16 = rows[chip, "nvidia"], rows[chip, "bf16"]
         assert mxfp8["mb"] <= 1.41 * bf16["mb"], chip
         assert mxfp8["spilling"] == 0, chip

@@ -72,8 +72,7 @@ def test_the_passes_change_nothing_but_the_casts(name: str):
 
     Mixtral is in BF16, as in FP32 transformers hides its experts.
     """
-    case = CASES[name]()
-    step, reference = both(case, EagerBackend())
+    step, reference = both(CASES[name](), EagerBackend())
     in_fp32 = step[1].dtype is torch.float32
     assert sqnr_db(reference[1], step[1]) > 100
     assert abs(step[0] - reference[0]) <= 1e-6 * abs(reference[0])

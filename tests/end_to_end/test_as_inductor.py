@@ -130,7 +130,6 @@ def test_operators_without_a_product_are_left_out():
 
 
 def _products(operator: Any) -> Iterator[str]:
-    """The products that the samples of `operator` run."""
     try:
         for function, arguments in samples(operator):
             with Products() as products:

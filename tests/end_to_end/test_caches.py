@@ -75,7 +75,6 @@ class Shared:
         return self.result(self.start(**variables))
 
     def result(self, process: subprocess.Popen[str]) -> tuple[mxcompile.Report, dict[str, Any]]:
-        """Report and results of `process`."""
         written, errors = process.communicate()
         assert process.returncode == 0, errors
         data = json.loads(written.splitlines()[-1])

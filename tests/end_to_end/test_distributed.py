@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.eager import NVIDIA, product, reference_linears
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.paces import mostly_slow
 from helpers.ranks import on_ranks
 from helpers.reference import sqnr_db
@@ -39,11 +40,7 @@ class SwiGLU(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = nn.ModuleList([SwiGLU(), SwiGLU()])
-
+class Model(Made, stack=lambda: nn.ModuleList([SwiGLU(), SwiGLU()])):
     def forward(self, x: Tensor) -> Tensor:
         for inner in self.stack:
             x = inner(x)
@@ -64,8 +61,7 @@ def step(run: Any, x: Tensor) -> Tensor:
 
 def data_parallel(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
     model, x = build()
-    compiled = torch.compile(DistributedDataParallel(model), backend=EagerBackend())
-    y = step(compiled, x[rank])
+    y = step(torch.compile(DistributedDataParallel(model), backend=EagerBackend()), x[rank])
     return y, {name: p.grad for name, p in model.named_parameters()}
 
 

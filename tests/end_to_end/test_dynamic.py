@@ -9,8 +9,10 @@ import pytest
 import torch
 from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
+from helpers.reports import EVERYTHING as ALL
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.library import opcheck
@@ -21,17 +23,10 @@ from mxcompile import ops
 
 WIDTH = 40
 SHAPES = [(2, 9), (3, 17), (5, 33), (2, 31), (1, 12), (4, 1)]
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
-class Block(nn.Module):
+class Block(Made, a=(WIDTH, 3 * WIDTH), b=(WIDTH, WIDTH), c=(WIDTH, 72), d=(72, WIDTH)):
     """Attention and feed-forward; a graph break between them if `broken`."""
-
-    def __init__(self, broken: bool) -> None:
-        super().__init__()
-        self.broken = broken
-        self.a, self.b = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.c, self.d = nn.Linear(WIDTH, 72), nn.Linear(72, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -42,14 +37,7 @@ class Block(nn.Module):
         return x + self.d(F.gelu(self.c(x)))
 
 
-class FeedForward(nn.Module):
-    """A feed-forward block; a graph break in its middle if `broken`."""
-
-    def __init__(self, broken: bool) -> None:
-        super().__init__()
-        self.broken = broken
-        self.a, self.b = nn.Linear(WIDTH, 72), nn.Linear(72, WIDTH)
-
+class FeedForward(Made, a=(WIDTH, 72), b=(72, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.a(x))
         if self.broken:
@@ -100,8 +88,7 @@ def assert_right(
     mostly_slow([(False, True), (False, None), (True, True), (True, None)], (True, None), rows=True),
 )
 def test_the_passes_add_no_graph(broken: bool, dynamic: bool | None):
-    """Against AOTAutograd without passes, on many shapes."""
-    model = Block(broken)
+    model = Block(broken=broken)
     _, expected = steps(model, "aot_eager_decomp_partition", SHAPES, dynamic)
     results, counted = steps(model, EagerBackend(), SHAPES, dynamic)
     assert counted == expected
@@ -111,13 +98,11 @@ def test_the_passes_add_no_graph(broken: bool, dynamic: bool | None):
 
 @pytest.mark.parametrize("broken", [False, True], ids=["whole", "broken"])
 def test_compiling_adds_no_graph(broken: bool):
-    """Against Inductor, whose code generation sets guards of its own."""
-    shapes, model = SHAPES[:4], FeedForward(broken)
+    shapes, model = SHAPES[:4], FeedForward(broken=broken)
     _, expected = steps(model, "inductor", shapes, dynamic=True)
     results, counted = steps(model, mxcompile.Backend(policy=ALL), shapes, dynamic=True)
     assert counted == expected
-    assert counted["breaks"] == int(broken)
-    assert counted["graphs"] == 1 + int(broken)
+    assert (counted["breaks"], counted["graphs"]) == (int(broken), 1 + int(broken))
     assert_right(model, results, shapes, 60)
 
 

@@ -16,6 +16,7 @@ from helpers.eager import NVIDIA, Recipe, grouped_product, product
 from helpers.eager_backend import EagerBackend
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
+from helpers.reports import EVERYTHING as ALL
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +24,6 @@ import mxcompile
 from mxcompile import Backend
 
 K, N = 45, 37  # a short last block along both
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 OUTER = Recipe({**NVIDIA.formats, "wgrad": None})
@@ -32,8 +32,7 @@ OUTER = Recipe({**NVIDIA.formats, "wgrad": None})
 
 def mm(x: Tensor, w: Tensor, recipe: Recipe = NVIDIA) -> Tensor:
     """x[…, k] · w[k, n] with the reference casts."""
-    y = product(x.reshape(-1, x.shape[-1]), w, recipe, x.dtype)
-    return y.reshape(*x.shape[:-1], w.shape[-1])
+    return product(x.reshape(-1, x.shape[-1]), w, recipe, x.dtype).reshape(*x.shape[:-1], w.shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +242,7 @@ class Grouped(nn.Module):
 
     def forward(self, x: Tensor, offs: Tensor, multiply: Any = None) -> Tensor:
         multiply = multiply or F.grouped_mm
-        y = multiply(x, self.up, offs=offs)
-        return multiply(y, self.down.transpose(-2, -1), offs=offs)
+        return multiply(multiply(x, self.up, offs=offs), self.down.transpose(-2, -1), offs=offs)
 
 
 def check_groups(rows: tuple[int, ...], offs: Tensor | None, backend: Any) -> mxcompile.Report:
@@ -256,8 +254,7 @@ def check_groups(rows: tuple[int, ...], offs: Tensor | None, backend: Any) -> mx
             return torch.stack([product(*pair, NVIDIA, x.dtype) for pair in zip(x, w, strict=True)])
         return grouped_product(x, w, offs, NVIDIA)
 
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    results = step([compiled(x, offs)], {"": x}, model)
+    results = step([torch.compile(model, backend=backend, fullgraph=True)(x, offs)], {"": x}, model)
     expected = step([model(x, offs, reference)], {"": x}, model)
     for name, value in results.items():
         assert sqnr_db(expected[name], value) > 40, name
@@ -270,7 +267,6 @@ def check_groups(rows: tuple[int, ...], offs: Tensor | None, backend: Any) -> mx
 
 @pytest.mark.parametrize("ends", [(5, 5, 38, 45), (45, 45, 45, 45)], ids=str)
 def test_grouped_product_equals_reference_for_groups_of_any_length(ends: tuple[int, ...]):
-    """Groups of any length, empty ones too."""
     check_groups((45,), torch.tensor(ends, dtype=torch.int32), EagerBackend(policy=ALL))
 
 

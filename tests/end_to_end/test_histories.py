@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.one_linear import ByHand, run
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
@@ -87,8 +88,7 @@ def test_a_saved_model_goes_on_where_it_was():
     fresh.load_state_dict(saved)  # strict: the model has no histories yet, and makes room
     assert torch.equal(fresh.weight_amax_history, saved["weight_amax_history"])
     assert backend.options.policy.rules
-    resumed = run(compiled(fresh, policy()), fresh.weight, x, dy)
-    for tensor, other in zip(resumed, expected, strict=True):
+    for tensor, other in zip(run(compiled(fresh, policy()), fresh.weight, x, dy), expected, strict=True):
         assert torch.equal(tensor, other)
     cold = linear()
     assert not torch.equal(run(compiled(cold, policy()), cold.weight, x, dy)[0], expected[0])
@@ -173,11 +173,7 @@ def test_nonfinite_step_surfaces_and_leaves_the_history_finite():
     assert model.weight_amax_history.isfinite().all()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(40, 64, bias=False), nn.Linear(64, 40, bias=False)
-
+class Block(Made, up=(40, 64, False), down=(64, 40, False)):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.gelu(self.up(x)))
 
@@ -209,8 +205,7 @@ def test_blocks_that_share_code_have_histories_of_their_own():
     backend = EagerBackend(policy=policy(), root=parts)
     for block in parts.blocks:
         block.compile(backend=backend)
-    computed = gradients(parts, parts)
-    for gradient, other in zip(computed, expected, strict=True):
+    for gradient, other in zip(gradients(parts, parts), expected, strict=True):
         torch.testing.assert_close(gradient, other)
     for name, kept in whole.named_buffers():
         torch.testing.assert_close(parts.get_buffer(name), kept)
@@ -253,17 +248,12 @@ def test_micro_batches_move_on_one_by_one_and_nothing_compiles_again():
 
 
 def test_layers_that_read_one_tensor_share_its_cast():
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(40, 16, bias=False), nn.Linear(40, 16, bias=False)
-
+    class Shared(Made, q=(40, 16, False), k=(40, 16, False)):
         def forward(self, x: Tensor) -> Tensor:
             return self.q(x) * self.k(x)
 
     model, backend = Shared(), EagerBackend(policy=policy())
-    call = torch.compile(model, backend=backend)
-    call(torch.randn(3, 8, 40)).sum().backward()
+    torch.compile(model, backend=backend)(torch.randn(3, 8, 40)).sum().backward()
     forward = backend.graphs[0].graph.find_nodes(op="call_function", target=ops.cast)
     assert len(forward) == 3  # x and two weights
     assert torch.equal(model.q.weight_amax_history[0], model.k.weight_amax_history[0])
@@ -280,11 +270,9 @@ def test_computed_weight_uses_its_current_amax_with_recorded_reason():
             return nn.functional.linear(x, self.a * self.b)
 
     model = Computed()
-    y = compiled(model, policy())(torch.randn(8, 40))
-    y.sum().backward()
+    compiled(model, policy())(torch.randn(8, 40)).sum().backward()
     assert not dict(model.named_buffers())
-    reasons = {gemm.reason for gemm in mxcompile.reports()[0].gemms}
-    assert reasons == {
+    assert {gemm.reason for gemm in mxcompile.reports()[0].gemms} == {
         "policy: rule 1; scales of current tensors, no history: the weight is not a parameter of the graph"
     }
 

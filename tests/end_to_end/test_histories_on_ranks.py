@@ -37,10 +37,9 @@ def batches() -> list[list[tuple[Tensor, Tensor]]]:
     """Of every step, what each rank reads and the gradient of what it gives; the second rank's are larger."""
     gen = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
-    sizes = [1.0, 8.0, 0.5, 2.0]
     return [
         [(draw(24, 40) * size * (1 + 3 * rank), draw(24, 16) * size / (10 + rank)) for rank in range(RANKS)]
-        for size in sizes
+        for size in [1.0, 8.0, 0.5, 2.0]
     ]
 
 
@@ -92,8 +91,7 @@ def trained(way: str, rank: int) -> dict[str, Any]:
     if way != "data parallel":
         fresh.load_state_dict(saved)
     torch._dynamo.reset()
-    resumed = torch.compile(sharded, backend=EagerBackend(policy=use))
-    results["loaded"] = step(resumed, fresh, inputs[STEPS])
+    results["loaded"] = step(torch.compile(sharded, backend=EagerBackend(policy=use)), fresh, inputs[STEPS])
     results["moved on"] = (layer.linear.weight_amax_history.clone(), fresh.linear.weight_amax_history.clone())
     mxcompile.reduce_histories(layer)
     results["agreed"] = layer.linear.weight_amax_history.clone()

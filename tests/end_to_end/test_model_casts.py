@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
+from helpers.reports import EVERYTHING
 from torch import Tensor, nn
 
-EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 NARROW = [torch.bfloat16, torch.float16]
 
 
-class Narrowed(nn.Module):
+class Narrowed(Made, fc=(64, 48)):
     """A linear layer with a cast to `dtype` and back before it, or behind it."""
-
-    def __init__(self, dtype: torch.dtype, where: str) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 48)
-        self.dtype, self.where = dtype, where
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "before":
@@ -38,7 +34,7 @@ def run(model: nn.Module, x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_cast_before_a_layer_rounds_its_input(dtype):
-    model = Narrowed(dtype, "before")
+    model = Narrowed(dtype=dtype, where="before")
     x, weights = torch.randn(40, 64), torch.randn(40, 48)
     results = run(model, x, weights)
     expected = run(model.fc, x.to(dtype).float(), weights)
@@ -50,23 +46,22 @@ def test_a_cast_before_a_layer_rounds_its_input(dtype):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_cast_behind_a_layer_rounds_its_gradient(dtype):
-    model = Narrowed(dtype, "behind")
+    model = Narrowed(dtype=dtype, where="behind")
     x, weights = torch.randn(40, 64), torch.randn(40, 48)
     results = run(model, x, weights)
-    expected = run(model.fc, x, weights.to(dtype).float())
-    for got, wanted in zip(results[1:], expected[1:], strict=True):
+    for got, wanted in zip(results[1:], run(model.fc, x, weights.to(dtype).float())[1:], strict=True):
         assert torch.equal(got, wanted)
 
 
 def test_overflow_in_a_cast_of_the_model_stays_nonfinite():
-    model = Narrowed(torch.float16, "before")
+    model = Narrowed(dtype=torch.float16, where="before")
     x = torch.full((32, 64), 98304.0)
     with torch.no_grad():
         assert not torch.compile(model, backend=EagerBackend(policy=EVERYTHING))(x).isfinite().any()
 
 
 def test_casts_of_the_model_count_under_autocast_too():
-    model = Narrowed(torch.bfloat16, "before")
+    model = Narrowed(dtype=torch.bfloat16, where="before")
     x = torch.randn(40, 64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         output = torch.compile(model, backend=EagerBackend(policy=EVERYTHING))(x)

@@ -11,8 +11,10 @@ import torch
 from helpers.blocks import WIDTH, block, features
 from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.needs import VIEWS_OF_ONE_BUFFER
 from helpers.reference import sqnr_db
+from helpers.reports import EVERYTHING as ALL
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config, list_mode_options
@@ -25,7 +27,6 @@ from mxcompile import Backend
 from mxcompile.compiler.hooks import inductor
 from mxcompile.errors import OptionError
 
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 LINEARS = 7  # of a block
 Grads = dict[str, Tensor]
 
@@ -59,7 +60,6 @@ DTYPES = {
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch, of a norm in autocast
 @pytest.mark.parametrize("name", DTYPES)
 def test_training_in_each_dtype_quantizes_all_linear_layers(name: str):
-    """All linear layers in MXFP8 whatever the dtype; against the reference, to that dtype's rounding."""
     stored, cast, output_db, gradient_db = DTYPES[name]
     model = block().to(stored)
     x, eager = features(3, 11, WIDTH).to(stored), copy.deepcopy(model)
@@ -105,13 +105,7 @@ def test_inference_quantizes_forward_and_saves_nothing(mode: Any):
     assert sqnr_db(expected, y) > 100
 
 
-class Checkpointed(nn.Module):
-    """Two blocks, each recomputed in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = block(), block()
-
+class Checkpointed(Made, first=block, second=block):
     def forward(self, x: Tensor) -> Tensor:
         for inner in (self.first, self.second):
             x = checkpoint(inner, x, use_reentrant=False)
@@ -119,7 +113,6 @@ class Checkpointed(nn.Module):
 
 
 def test_activation_checkpointing_saves_less_with_equal_numbers():
-    """The same numbers, less kept, and every GEMM recorded once."""
     model, x = Checkpointed(), features(2, 9, WIDTH)
     plain = nn.Sequential(copy.deepcopy(model.first), copy.deepcopy(model.second))
     y, gradients = train(torch.compile(model, backend=EagerBackend(), fullgraph=True), model, x)
@@ -142,7 +135,6 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def test_gradient_accumulation_adds_microbatches_after_one_compile():
-    """Two microbatches add up, and are compiled once."""
     model, backend = block(), EagerBackend()
     compiled = torch.compile(model, backend=backend)
     batches = [features(2, 9, WIDTH), features(2, 9, WIDTH).flip(0)]
@@ -264,12 +256,8 @@ def test_passes_of_the_user_run_wherever_they_are_set():
         assert [user_pass.graphs for user_pass in passes.values()] == [1, 1]
 
 
-class Flex(nn.Module):
+class Flex(Made, qkv=(WIDTH, 3 * WIDTH), out=(WIDTH, WIDTH)):
     """Causal attention by flex_attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         def causal(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
+from helpers.reports import EVERYTHING as POLICY
 from torch import Tensor, nn
 
 import mxcompile
@@ -38,9 +39,6 @@ def exact(model: nn.Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     wide = {"x": x, "w": model.weight, "b": model.bias, "dy": dy}
     x, w, b, dy = (value.detach().double() for value in wide.values())
     return {"fprop": x @ w.t() + b, "dgrad": dy @ w, "wgrad": dy.t() @ x, "bias": dy.sum(0)}
-
-
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32), ids=str)

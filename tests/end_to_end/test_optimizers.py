@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,12 +24,7 @@ MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
-
+class Block(Made, norm=lambda: nn.LayerNorm(64), up=(64, 128, False), down=(128, 64, False)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 

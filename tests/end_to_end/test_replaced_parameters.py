@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
+from helpers.one_linear import policy
 from torch import Tensor, nn
 
 import mxcompile
@@ -16,15 +18,7 @@ import mxcompile
 DELAYED = {"precision": "fp8", "scaling": "delayed", "history": 3}
 
 
-def policy(use: Any) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
-
-
-class Net(nn.Module):
-    def __init__(self, cut: bool = False) -> None:
-        super().__init__()
-        self.a, self.b, self.cut = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), cut
-
+class Net(Made, a=(64, 64, False), b=(64, 64, False), cut=lambda: False):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.a(x))
         if self.cut:
@@ -47,7 +41,7 @@ def step(call: Any, model: nn.Module, size: float = 1.0) -> None:
 @pytest.mark.parametrize("use", ["mxfp8", "bf16", DELAYED], ids=["mxfp8", "bf16", "delayed"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_a_swapped_parameter_is_used_in_the_next_call(use: Any, cut: bool):
-    model = Net(cut)
+    model = Net(cut=cut)
     call = trained(model, use)
     torch.utils.swap_tensors(model.b.weight, nn.Parameter(torch.zeros(64, 64)))
     assert not call(torch.ones(40, 64)).any()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -65,8 +66,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens.flatten())
 
 
 def model(recompute: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -189,12 +189,8 @@ def test_backward_reads_the_values_of_mx_copies(case: str, roles: list[str]):
     assert any(not torch.equal(g, compressed.gradients[n]) for n, g in untouched.gradients.items())
 
 
-class Blocks(nn.Module):
+class Blocks(Made, layers=lambda: nn.ModuleList(Block() for _ in range(4))):
     """What the bytes of a block are counted on: no logits beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

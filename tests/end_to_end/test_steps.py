@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -33,12 +34,7 @@ POLICIES: dict[str, Any] = {
 Step = Callable[[int], Tensor]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
+class Block(Made, norm=lambda: nn.LayerNorm(32), up=(32, 64), down=(64, 32)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
@@ -92,8 +88,7 @@ def test_a_report_for_each_phase_names_its_steps(tmp_path: Path):
     assert [report.summary.policy for report in mxcompile.reports()] == [
         "policy, steps 0 to 1", "policy, steps 2 to 4", "policy, from step 5",
     ]  # fmt: skip
-    shares = [report.summary.flop_share for report in mxcompile.reports()]
-    assert shares == pytest.approx([0, 1, 0.5])
+    assert [report.summary.flop_share for report in mxcompile.reports()] == pytest.approx([0, 1, 0.5])
     last = mxcompile.Report.load(tmp_path / "report.json")
     assert last.summary.policy == "policy, from step 5"
     assert {gemm.reason for gemm in last.gemms if gemm.precision != "mxfp8"} == {"policy: rule 2"}
@@ -102,8 +97,7 @@ def test_a_report_for_each_phase_names_its_steps(tmp_path: Path):
 def test_a_run_that_goes_on_from_a_checkpoint_is_in_the_phase_of_its_step():
     model = build()
     watch = mxcompile.Watch(every=None, first=4)
-    backend = EagerBackend(policy=Policy.from_dict(ENDS), watch=watch)
-    call = torch.compile(model, backend=backend)
+    call = torch.compile(model, backend=EagerBackend(policy=Policy.from_dict(ENDS), watch=watch))
     weights = trained(model, lambda _: call, range(4, STEPS))
     model = build()
     calls = {

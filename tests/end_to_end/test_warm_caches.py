@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
+from helpers.reports import EVERYTHING as ALL
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import mxcompile
 from mxcompile.report.data.record import NOT_COMPILED
 
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 LINES = 5
 HEAD = """
 import torch
@@ -85,8 +86,7 @@ def model(folder: Path, body: str, *, lines: int = 0) -> nn.Module:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch.manual_seed(0)
-    built: nn.Module = module.Model()
-    return built
+    return module.Model()
 
 
 Results = list[list[Tensor]]
@@ -261,11 +261,7 @@ def test_block_that_is_not_compiled_stays_pending_in_a_rerun(tmp_path: Path):
     """It has the class of the block that is compiled. A rerun lowers no backward."""
     kind = type(model(tmp_path, GELU))
 
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([kind(), kind()])
-
+    class Halves(Made, blocks=lambda: nn.ModuleList([kind(), kind()])):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
                 x = block(x)

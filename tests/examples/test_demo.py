@@ -42,12 +42,10 @@ def test_demo_refuses_wrong_arguments_with_a_message(
 def test_demo_trains_and_writes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Two steps of a smaller model, its graphs run without machine code: all that is said and written."""
     compile_ = torch.compile
 
     def quick(model: Any, *, backend: str, options: dict[str, Any] | None) -> Any:
-        chosen = EagerBackend(**(options or {})) if backend == "mxfp8" else "aot_eager"
-        return compile_(model, backend=chosen)
+        return compile_(model, backend=EagerBackend(**(options or {})) if backend == "mxfp8" else "aot_eager")
 
     monkeypatch.setattr(torch, "compile", quick)
     small = demo.Settings(
@@ -71,9 +69,8 @@ def test_demo_trains_and_writes_its_files(
     report = mxcompile.Report.from_json((out / "report.json").read_text(encoding="utf-8"))
     assert report.summary.flop_share > 0.5
     losses = json.loads((out / "losses.json").read_text(encoding="utf-8"))
-    labels = ["bf16", "policy nvidia", "control: mxfp4"]
     assert [(run["run"], run["seed"]) for run in losses] == [
-        (label, seed) for label in labels for seed in (0, 1)
+        (label, seed) for label in ["bf16", "policy nvidia", "control: mxfp4"] for seed in (0, 1)
     ]
     assert all(len(run["train"]) == 2 and 0 < run["train"][-1] < 8 for run in losses)
     firsts = {run["seed"]: run["train"][0] for run in losses if run["run"] == "bf16"}

@@ -117,5 +117,4 @@ def test_a_cache_in_mxfp8_is_measured():
 def _store(model: Any, names: tuple[str, ...]) -> None:
     for name in names:
         layer = getattr(model.model.layers[0].mlp, name)
-        weight = mxcompile.quantize(layer.weight.detach())
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        layer.weight = torch.nn.Parameter(mxcompile.quantize(layer.weight.detach()), requires_grad=False)

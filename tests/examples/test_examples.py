@@ -17,14 +17,13 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "tiny
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_example_script_runs_without_error(script: str, tmp_path: Path):
     """Each script asserts what it shows."""
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, FOLDER / script],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

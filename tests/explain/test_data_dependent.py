@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.made import Made, calling
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,14 +14,13 @@ from mxcompile.errors import ModelError
 WIDTH = 64
 
 
-class Expert(nn.Module):
+class Expert(
+    Made,
+    router=(WIDTH, 4),
+    up=lambda: nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH)),
+    down=lambda: nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH)),
+):
     """Experts in a loop over those that were chosen, as Hugging Face's are in eager mode."""
-
-    def __init__(self, num_experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, num_experts)
-        self.up = nn.Parameter(torch.randn(num_experts, 2 * WIDTH, WIDTH))
-        self.down = nn.Parameter(torch.randn(num_experts, WIDTH, 2 * WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2)
@@ -48,23 +48,17 @@ def test_loop_over_experts_is_counted_as_balanced_with_a_warning():
     assert any("test_data_dependent.py" in warning for warning in report.summary.warnings)
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
+class FeedForward(Made, up=(WIDTH, 2 * WIDTH), down=(2 * WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.up(x)))
-        return y
+        return self.down(F.silu(self.up(x)))
 
 
-class Named(nn.Module):
+def named_experts() -> nn.Module:
+    return nn.ModuleDict({f"expert_{i}": FeedForward() for i in range(4)})
+
+
+class Named(Made, router=(WIDTH, 4), experts=named_experts):
     """Experts in a dictionary, taken by a name that is written with their number (Switch Transformers')."""
-
-    def __init__(self, num_experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, num_experts)
-        self.experts = nn.ModuleDict({f"expert_{i}": FeedForward() for i in range(num_experts)})
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router(x).softmax(-1)
@@ -72,18 +66,12 @@ class Named(nn.Module):
         result = torch.zeros_like(x)
         for number in F.one_hot(chosen, len(self.experts)).sum(0).nonzero():
             token = torch.where(chosen == number[0])[0]
-            y = self.experts[f"expert_{number[0]}"](x[token])
-            result.index_add_(0, token, y * weights[token, None])
+            result.index_add_(0, token, self.experts[f"expert_{number[0]}"](x[token]) * weights[token, None])
         return x + result
 
 
-class Counted(nn.Module):
+class Counted(Made, router=(WIDTH, 4), experts=lambda: nn.ModuleList(FeedForward() for _ in range(4))):
     """Experts in a list, each for as many rows as NumPy counts (HiDream's)."""
-
-    def __init__(self, num_experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, num_experts)
-        self.experts = nn.ModuleList(FeedForward() for _ in range(num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(1)
@@ -106,8 +94,7 @@ def test_python_reads_values_of_fakes_and_experts_compiled_alone_have_their_role
         for i in range(4)
         for name, role in (("up", "expert_in"), ("down", "expert_out"))
     }
-    routers = {f"{block}.router": ("router", "bf16", 32) for block in (0, 1)}
-    assert records == {**inside, **routers}
+    assert records == {**inside, **{f"{block}.router": ("router", "bf16", 32) for block in (0, 1)}}
 
 
 class Sliced(nn.Module):
@@ -126,8 +113,7 @@ class Sliced(nn.Module):
         up, down = self.up.view(-1, 2 * WIDTH, WIDTH), self.down.view(-1, 2 * WIDTH, WIDTH)
         for number in F.one_hot(chosen.view(-1), len(up)).sum(0).nonzero():
             token = torch.where(chosen.view(-1) == number[0])[0]
-            y = self.inner(x[token], up[number[0]], down[number[0]])
-            result.index_add_(0, token, y * weights[token])
+            result.index_add_(0, token, self.inner(x[token], up[number[0]], down[number[0]]) * weights[token])
         return x + result
 
 
@@ -148,13 +134,8 @@ def test_weights_that_reach_a_graph_as_plain_tensors_are_found_by_the_module_tha
     assert sum(g.flops for g in experts) == 2 * 2 * 32 * WIDTH * 2 * WIDTH
 
 
-class Asks(nn.Module):
+class Asks(Made, blocks=lambda: nn.ModuleList([Broken(), Broken()]), head=(WIDTH, 40)):
     """Code that fails where it is told that it is compiled, and runs where it is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Broken(), Broken()])
-        self.head = nn.Linear(WIDTH, 40)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None and not torch.compiler.is_compiling():
@@ -162,26 +143,19 @@ class Asks(nn.Module):
         x = x * mask[:, :]
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def test_code_around_breaks_is_planned_as_the_eager_code_it_is():
     report = mxcompile.explain(Asks(), torch.randn(32, WIDTH), training=False)
     roles = {gemm.name: gemm.role for gemm in report.gemms}
     ends = {"up": "ffn_in", "down": "ffn_out"}
-    assert roles == {
-        "head": "head",
-        **{f"blocks.{i}.{end}": role for i in (0, 1) for end, role in ends.items()},
-    }
+    inside = {f"blocks.{i}.{end}": role for i in (0, 1) for end, role in ends.items()}
+    assert roles == {"head": "head", **inside}
 
 
-class Cropped(nn.Module):
+class Cropped(Made, layers=lambda: nn.ModuleList(Broken() for _ in range(3))):
     """Layers of equal code with a break in each, behind a size that an input decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Broken() for _ in range(3))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         x = x[:, : int(lengths.max().item())]
@@ -190,12 +164,7 @@ class Cropped(nn.Module):
         return x
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
+class Broken(Made, up=(WIDTH, WIDTH), down=(WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
         torch._dynamo.graph_break()
@@ -211,56 +180,24 @@ def test_values_of_inputs_decide_sizes_and_shared_code_counts_for_every_layer():
     assert lengths.tolist() == [7, 12]
 
 
-class Thresholded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(WIDTH, 1)
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = x[self.score(x)[:, 0] > 0]
-        return self.head(kept)
-
-
 def test_computed_masks_are_assumed_true_with_a_warning():
-    report = mxcompile.explain(Thresholded(), torch.randn(48, WIDTH), training=False)
+    score, head = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+    model = calling(lambda self, x: self.head(x[self.score(x)[:, 0] > 0]), score=score, head=head)
+    report = mxcompile.explain(model, torch.randn(48, WIDTH), training=False)
     (head,) = [gemm for gemm in report.gemms if gemm.name == "head"]
     assert head.m == 48
     assert any(warning.startswith("assumed: ") for warning in report.summary.warnings)
 
 
-class Uncompiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.lstm(x)[0]
-        return result
-
-
 def test_products_outside_of_graphs_are_counted():
-    report = mxcompile.explain(Uncompiled(), torch.randn(5, 2, WIDTH), training=False)
+    model = calling(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(WIDTH, WIDTH))
+    report = mxcompile.explain(model, torch.randn(5, 2, WIDTH), training=False)
     assert {gemm.reason for gemm in report.gemms} == {"outside the compiled graphs"}
     assert sum(gemm.flops for gemm in report.gemms) == 2 * (5 * 2) * (4 * WIDTH) * WIDTH * 2
     assert {gemm.name for gemm in report.gemms} == {"lstm"}
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Raises()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
-
-
-class Raises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
-
+class Raises(Made, fc=(WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return self.fc(x.reshape(-1, 7))
@@ -268,30 +205,19 @@ class Raises(nn.Module):
 
 def test_a_failure_names_layer_and_line():
     with pytest.raises(ModelError, match=r"test_data_dependent\.py:\d+\)") as caught:
-        mxcompile.explain(Failing(), torch.randn(4, WIDTH))
+        mxcompile.explain(calling(lambda self, x: self.inner(x), inner=Raises()), torch.randn(4, WIDTH))
     assert "in inner" in str(caught.value)
     assert "RuntimeError: shape '[-1, 7]' is invalid for input of size 256" in str(caught.value)
     assert "pass inputs with values" not in str(caught.value)  # which would not help
 
 
-class Tied(nn.Module):
-    """Classes by a table that the model's embedding has too, under a name that is no weight's."""
-
-    def __init__(self, table: nn.Parameter) -> None:
-        super().__init__()
-        self.rows = table
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.rows)
-
-
 class Language(nn.Module):
-    """A language model whose code breaks between its body and its head."""
+    """A language model whose code breaks between its body and its head, whose rows are the embedding's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.body = nn.Embedding(50, WIDTH), FeedForward()
-        self.head = Tied(self.table.weight)
+        self.head = calling(lambda self, x: F.linear(x, self.rows), rows=self.table.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
@@ -311,12 +237,8 @@ def same(module: nn.Module) -> nn.Module:
     return module
 
 
-class Kept(nn.Module):
+class Kept(Made, scores=(WIDTH, 3)):
     """Sets its layer anew in every call, to what code that is not compiled gives, as Switch's router does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         self.scores = same(self.scores)
@@ -324,7 +246,6 @@ class Kept(nn.Module):
 
 
 def test_a_layer_that_dynamo_keeps_on_its_stack_over_a_break_has_its_own_name():
-    report = mxcompile.explain(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), Kept()), torch.randn(4, WIDTH), training=False
-    )
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Kept())
+    report = mxcompile.explain(model, torch.randn(4, WIDTH), training=False)
     assert {gemm.name for gemm in report.gemms} == {"0", "1.scores"}

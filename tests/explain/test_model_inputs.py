@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from helpers.made import Made
 
 import mxcompile
 from mxcompile.errors import ModelError, OptionError
 
 
-class Loss(nn.Module):
+class Loss(Made, fc=(64, 64)):
     """Arguments called like options of ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 64)
 
     def forward(self, x, target=None, policy=None, training=None, scale=1.0):
         y = self.fc(x) * scale
@@ -43,8 +39,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("function", FUNCTIONS[:3])
 def test_kwargs_may_have_names_of_options(function):
-    result = function(Loss(), X, kwargs={"target": Y, "policy": None, "training": True})
-    assert result is not None
+    assert function(Loss(), X, kwargs={"target": Y, "policy": None, "training": True}) is not None
 
 
 def test_argument_in_kwargs_reaches_the_model():
@@ -63,10 +58,9 @@ def test_a_misspelt_option_is_an_error(function, model):
 @pytest.mark.parametrize("name", ["explain", "explain_rank", "audit", "tune", "blame", "codegen"])
 def test_a_tensor_as_any_option_is_an_error(name):
     function = getattr(mxcompile, name)
-    parameters = inspect.signature(function).parameters.values()
     options = [
         parameter.name
-        for parameter in parameters
+        for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "kwargs"
     ]
     needed = {"mesh": "dp=2"} if name == "explain_rank" else {}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
@@ -20,16 +21,11 @@ from mxcompile.errors import ModelError
 WIDTH, WIDE, ROWS = 64, 96, 8
 
 
-class Net(nn.Module):
+class Net(Made, up=(WIDTH, WIDE), down=(WIDE, WIDTH), read=lambda: lambda x: x):
     """Two layers, whose input `read` takes from the arguments."""
 
-    def __init__(self, read: Callable[..., Any] = lambda x: x) -> None:
-        super().__init__()
-        self.up, self.down, self.read = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), read
-
     def forward(self, *args: Any) -> Tensor:
-        y: Tensor = self.down(F.relu(self.up(self.read(*args))))
-        return y
+        return self.down(F.relu(self.up(self.read(*args))))
 
 
 @dataclass
@@ -47,14 +43,14 @@ def traced(call: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 
 REPORTED: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
-    "None": lambda: (Net(lambda x: torch.ones(ROWS, WIDTH) if x is None else x), (None,)),
-    "no inputs": lambda: (Net(lambda: torch.ones(ROWS, WIDTH)), ()),
-    "nested dict": lambda: (Net(lambda batch: batch["a"]["x"][0]), ({"a": {"x": [data()]}},)),
-    "dataclass": lambda: (Net(lambda batch: batch.x), (Batch(data()),)),
-    "array of numpy": lambda: (Net(torch.from_numpy), (np.zeros((ROWS, WIDTH), dtype=np.float32),)),
+    "None": lambda: (Net(read=lambda x: torch.ones(ROWS, WIDTH) if x is None else x), (None,)),
+    "no inputs": lambda: (Net(read=lambda: torch.ones(ROWS, WIDTH)), ()),
+    "nested dict": lambda: (Net(read=lambda batch: batch["a"]["x"][0]), ({"a": {"x": [data()]}},)),
+    "dataclass": lambda: (Net(read=lambda batch: batch.x), (Batch(data()),)),
+    "array of numpy": lambda: (Net(read=torch.from_numpy), (np.zeros((ROWS, WIDTH), dtype=np.float32),)),
     "meta tensor": lambda: (Net(), (data(device="meta"),)),
-    "sparse matrix": lambda: (Net(lambda a, x: a @ x), (torch.eye(ROWS).to_sparse(), data())),
-    "complex": lambda: (Net(lambda x: x.real), (data(dtype=torch.complex64).conj(),)),
+    "sparse matrix": lambda: (Net(read=lambda a, x: a @ x), (torch.eye(ROWS).to_sparse(), data())),
+    "complex": lambda: (Net(read=lambda x: x.real), (data(dtype=torch.complex64).conj(),)),
     "tensor of inference mode": lambda: (Net(), (torch.inference_mode()(data)(),)),
     "graph of fx": lambda: (traced(torch.fx.symbolic_trace), (data(),)),
     "exported program": lambda: (
@@ -83,8 +79,8 @@ def nested(layout: torch.layout) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[Any, ...]]], str]] = {
     "None": (lambda: (Net(), (None,)), "in up .*must be Tensor, not NoneType"),
-    "no inputs": (lambda: (Net(lambda x: x), ()), "missing 1 required positional argument: 'x'"),
-    "missing key": (lambda: (Net(lambda batch: batch["y"]), ({"x": data()},)), "KeyError: 'y'"),
+    "no inputs": (lambda: (Net(read=lambda x: x), ()), "missing 1 required positional argument: 'x'"),
+    "missing key": (lambda: (Net(read=lambda batch: batch["y"]), ({"x": data()},)), "KeyError: 'y'"),
     "wrong shape": (
         lambda: (Net(), (torch.randn(ROWS, 63),)),
         "a and b must have same reduction dim, but got",

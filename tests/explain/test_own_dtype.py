@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from helpers.made import Made
 from torch import nn
 
 import mxcompile
@@ -39,8 +40,7 @@ def explained(dtype: torch.dtype, target: str = "sm_100") -> mxcompile.Report:
 def test_fp32_is_called_fp32_and_takes_its_time():
     report = explained(torch.float32)
     assert {gemm.dtype for gemm in report.gemms} == {"float32"}
-    kept = [gemm for gemm in report.gemms if gemm.name == "2"]
-    for gemm in kept:
+    for gemm in [gemm for gemm in report.gemms if gemm.name == "2"]:
         assert gemm.estimate_us == pytest.approx(product_us(gemm, PEAK.fp32_tflops, "fp32"))
         assert gemm.estimate_us == gemm.estimate_bf16_us
     text = " ".join(str(report).split())
@@ -66,12 +66,8 @@ def test_dtype_of_products_is_the_dtype_of_autocast():
     assert {gemm.dtype for gemm in report.gemms if gemm.gemm == "fprop"} == {"bfloat16"}
 
 
-class Autocasting(nn.Module):
+class Autocasting(Made, a=(64, 64), b=(64, 64), c=(64, 64)):
     """Layers a and b under a GPU's autocast, and layer c between them, where it is turned off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):

@@ -131,8 +131,7 @@ def test_sweep_flag_prints_and_draws_token_counts(tmp_path: Path, capsys: pytest
 def test_sweep_notes_that_rules_by_tokens_are_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     policy = tmp_path / "policy.yaml"
     policy.write_text("version: 1\nrules:\n  - match: {role: ffn_in, min_m: 64}\n    use: mxfp8\n")
-    arguments = f"explain {__name__}:example --target b200 --policy {policy} --sweep 128".split()
-    assert main(arguments) == 0
+    assert main(f"explain {__name__}:example --target b200 --policy {policy} --sweep 128".split()) == 0
     assert "rules with min_m or max_m were matched at the tokens of the inputs" in capsys.readouterr().out
 
 

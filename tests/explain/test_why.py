@@ -12,16 +12,14 @@ from mxcompile.errors import OptionError
 @pytest.fixture(scope="module")
 def report():
     model, args, _ = why_model.make()
-    rule = {"match": {"name": "blocks.1.attn.qkv"}, "use": "bf16"}
-    policy = {"version": 1, "rules": [rule]}
+    policy = {"version": 1, "rules": [{"match": {"name": "blocks.1.attn.qkv"}, "use": "bf16"}]}
     return mxcompile.explain(model, *args, policy=policy, training=False, target="cpu")
 
 
 def test_why_of_a_quantized_layer_has_role_and_evidence(report):
     (reasons,) = report.why("blocks.0.attn.qkv")
     assert (reasons.name, reasons.names) == ("blocks.0.attn.qkv", ("blocks.0.attn.qkv",))
-    assert (reasons.role, reasons.precision) == ("qkv", "mxfp8")
-    assert reasons.reason == "preset nvidia: role qkv"
+    assert (reasons.role, reasons.precision, reasons.reason) == ("qkv", "mxfp8", "preset nvidia: role qkv")
     assert reasons.evidence == "its result is q, k or v of an attention"
 
 
@@ -40,8 +38,7 @@ def test_why_of_an_unquantized_layer_has_nearest_role_and_obstacle(report):
     assert "it stands behind the residual stream" in head.evidence
     lone = mxcompile.explain(why_model.nn.Linear(64, 64), why_model.torch.randn(2, 64), training=False)
     (other,) = lone.why()
-    assert (other.role, other.precision) == ("other", "bf16")
-    assert other.evidence == "no role's conditions are true"
+    assert (other.role, other.precision, other.evidence) == ("other", "bf16", "no role's conditions are true")
     assert other.nearest.startswith("head: ")
     assert "; but " in other.nearest
 
@@ -55,13 +52,11 @@ def test_experts_and_products_of_an_attention_have_reasons_too(report):
     assert (up.precision, down.precision) == ("mxfp8", "mxfp8")
     assert "blocks.0.experts.down" in up.evidence
     assert "weights from a top-k" in down.evidence or "stack of matrices" in down.evidence
-    scores = layers["blocks.0-1.attn", "attn_scores"]
-    assert scores.evidence == "inside an attention operator"
+    assert layers["blocks.0-1.attn", "attn_scores"].evidence == "inside an attention operator"
 
 
 def test_a_pattern_fits_several_layers_and_equal_ones_are_one(report):
-    names = [reasons.name for reasons in report.why("*.attn.out")]
-    assert names == ["blocks.0-1.attn.out"]
+    assert [reasons.name for reasons in report.why("*.attn.out")] == ["blocks.0-1.attn.out"]
     assert [r.name for r in report.why(r"re:blocks\.\d\.attn\.(qkv|out)")] == [
         "blocks.0.attn.qkv", "blocks.0-1.attn.out", "blocks.1.attn.qkv",
     ]  # fmt: skip

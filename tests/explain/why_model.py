@@ -18,8 +18,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        y: Tensor = self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return y
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
 
 class Experts(nn.Module):
@@ -48,8 +47,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
-        y: Tensor = x + self.experts(self.norm(x))
-        return y
+        return x + self.experts(self.norm(x))
 
 
 class Model(nn.Module):
@@ -63,8 +61,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def make() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from helpers.made import Made
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -36,12 +37,7 @@ class Attention(nn.Module):
         return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(WIDTH, FFN, bias=False), nn.Linear(WIDTH, FFN, bias=False)
-        self.w2 = nn.Linear(FFN, WIDTH, bias=False)
-
+class FeedForward(Made, w1=(WIDTH, FFN, False), w3=(WIDTH, FFN, False), w2=(FFN, WIDTH, False)):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 

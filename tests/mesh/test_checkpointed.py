@@ -60,8 +60,7 @@ def test_wrapped_blocks_keep_less_and_compute_again():
     """
     checkpointed_rank, once = explained(wrapped), explained(kept)
     assert checkpointed_rank.memory.saved < 0.5 * once.memory.saved
-    run_again = products(checkpointed_rank) - products(once)
-    assert run_again == Counter(product=DEPTH * 6 + 1, attention=DEPTH)
+    assert products(checkpointed_rank) - products(once) == Counter(product=DEPTH * 6 + 1, attention=DEPTH)
     assert not re.search("checkpoint", str(checkpointed_rank))
     assert set(decisions(checkpointed_rank)) == set(decisions(once))
     assert Counter(checkpointed_rank.collectives) == Counter(once.collectives)

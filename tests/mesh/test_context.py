@@ -7,8 +7,9 @@ from typing import Any
 
 import meshed
 import pytest
+from helpers.made import Made
 from meshed import HEAD, TOKENS, WIDTH, decisions
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -58,12 +59,8 @@ def test_keys_and_values_are_exchanged():
     }
 
 
-class Sharing(nn.Module):
+class Sharing(Made, model=meshed.Llama):
     """A model that shares its tokens by PyTorch's own context."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.model, self.mesh = meshed.Llama(), mesh
 
     def forward(self, ids: Tensor) -> Tensor:
         with context_parallel(self.mesh, buffers=[ids], buffer_seq_dims=[1]):
@@ -73,7 +70,7 @@ class Sharing(nn.Module):
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_context_parallel_of_pytorch_raises_error_naming_gpus():
     def factory(mesh: DeviceMesh) -> meshed.Prepared:
-        return Sharing(mesh["cp"]), meshed.plain()[1], {}
+        return Sharing(mesh=mesh["cp"]), meshed.plain()[1], {}
 
     with pytest.raises(ModelError, match="context_parallel splits attentions on GPUs only"):
         mxcompile.explain_rank(factory, mesh="cp=4", **NAMED)

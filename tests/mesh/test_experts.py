@@ -66,8 +66,7 @@ def test_bytes_exchanged_by_ranks_match_the_prediction(ranks: int, tmp_path: Pat
         predicted: Counter[str] = Counter()
         for collective in explained(ranks, policy).collectives:
             predicted[collective.dtype] += ranks * collective.num_bytes
-        seen = sum((Counter(sent[name]) for sent, _ in results), Counter[str]())
-        assert seen == predicted, name
+        assert sum((Counter(sent[name]) for sent, _ in results), Counter[str]()) == predicted, name
     for _, pairs in results:
         for spread, plain in pairs:
             torch.testing.assert_close(spread, plain, rtol=1e-4, atol=1e-5)

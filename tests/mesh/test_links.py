@@ -53,15 +53,13 @@ def test_link_of_collective_follows_from_rank_order(ranks: int, stride: int, nod
     [("all-gather", 7.0), ("reduce-scatter", 7 / 8), ("all-reduce", 14 / 8), ("all-to-all", 7 / 8)],
 )
 def test_large_ones_take_their_bytes(kind: str, leaves: float):
-    rate = RATES["nvlink_all_reduce" if kind == "all-reduce" else "nvlink"]
-    us = LARGE * leaves / (900e3 * rate)
+    us = LARGE * leaves / (900e3 * RATES["nvlink_all_reduce" if kind == "all-reduce" else "nvlink"])
     assert LINKS.us(collective(kind, 8), LARGE, RATES) == pytest.approx(us, rel=0.01)
 
 
 def test_a_ring_uses_the_ports_of_all_its_ranks_in_a_node():
     alone = LINKS.us(collective("all-gather", 16, 8), LARGE, RATES)
-    together = LINKS.us(collective("all-gather", 16, 1), LARGE, RATES)
-    assert alone / together == pytest.approx(8, rel=0.01)
+    assert alone / LINKS.us(collective("all-gather", 16, 1), LARGE, RATES) == pytest.approx(8, rel=0.01)
     assert alone == pytest.approx(15 * LARGE / (50e3 * RATES["net"]), rel=0.01)
 
 

@@ -32,8 +32,7 @@ def predicted(rank: RankReport) -> Seen:
 
 
 def check(cases: list[Any], ranks: int, folder: Path, *, by_block: bool) -> None:
-    seen = seen_by_ranks(cases, ranks, folder, by_block=by_block)
-    for case, every_rank in zip(cases, seen, strict=True):
+    for case, every_rank in zip(cases, seen_by_ranks(cases, ranks, folder, by_block=by_block), strict=True):
         factory, mesh, options = case
         rank = mxcompile.explain_rank(factory, mesh=mesh, target="cpu", **options)
         elements, typed = predicted(rank)

@@ -56,8 +56,7 @@ def test_factories_take_dp_and_tp():
 
 def point(mesh: str, *, ms: float, gigabytes: float, tp: int = 1) -> MeshPoint:
     """A mesh whose step takes so long by its memory traffic."""
-    moved = Work(num_bytes=ms * 1e-3 * 8e12 * 0.78)
-    works = {"forward": Counter({("rest", moved): 1})}
+    works = {"forward": Counter({("rest", Work(num_bytes=ms * 1e-3 * 8e12 * 0.78)): 1})}
     work = RankWork(policy="preset bf16", works=works, collectives=())
     rank = RankReport(
         mesh=mesh,

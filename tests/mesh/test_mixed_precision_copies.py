@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.made import Made
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -25,11 +26,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
+class Block(Made, up=(64, 128), down=(128, 64)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
 

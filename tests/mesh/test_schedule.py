@@ -76,8 +76,7 @@ def test_schedule_counts_micro_batches_in_flight():
 
 
 def test_sending_delays_the_next_stage():
-    schedule = Schedule.parse(None, 2, 1)
-    assert schedule.run([1, 1], [2, 2], 0.5)[0] == 7.0
+    assert Schedule.parse(None, 2, 1).run([1, 1], [2, 2], 0.5)[0] == 7.0
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,7 @@ def test_other_modules_are_exported_as_ever():
     x = torch.randn(4, 64)
     other = torch.compile(model(), backend="aot_eager")
     for module in (model(), other):
-        exported = torch.export.export(module, (x,))
-        torch.testing.assert_close(exported.module()(x), module(x))
+        torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
 
 
 def test_exported_module_compiles_to_the_same_result():

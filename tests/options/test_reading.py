@@ -68,24 +68,16 @@ def test_a_policy_file_is_read_before_the_first_call(received: list[Options], tm
     assert len(received) == 2  # for another number of rows
 
 
-def _set_preset(options: dict[str, Any]) -> None:
-    options["policy"]["preset"] = "bf16"
+CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "preset": lambda options: options["policy"].update(preset="bf16"),
+    "rule": lambda options: options["policy"]["rules"][0]["use"].update(fprop="bf16"),
+    "option": lambda options: options.update(strict=True),
+    "inductor": lambda options: options["inductor"]["aot_inductor.metadata"].update(key="another"),
+}
 
 
-def _set_rule(options: dict[str, Any]) -> None:
-    options["policy"]["rules"][0]["use"]["fprop"] = "bf16"
-
-
-def _set_option(options: dict[str, Any]) -> None:
-    options["strict"] = True
-
-
-def _set_inductor(options: dict[str, Any]) -> None:
-    options["inductor"]["aot_inductor.metadata"]["key"] = "another"
-
-
-@pytest.mark.parametrize("change", [_set_preset, _set_rule, _set_option, _set_inductor])
-def test_a_changed_dict_is_for_later_models(change: Callable[[Any], None], received: list[Options]):
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_dict_is_for_later_models(change: str, received: list[Options]):
     rule = {"match": {"name": "up"}, "use": {"fprop": "mxfp8"}}
     options = {
         "policy": {"version": 1, "preset": "nvidia", "rules": [rule]},
@@ -93,7 +85,7 @@ def test_a_changed_dict_is_for_later_models(change: Callable[[Any], None], recei
     }
     before = compiled(options)
     expected = Options.parse(None, copy.deepcopy(options))
-    change(options)
+    CHANGES[change](options)
     before(X)
     compiled(options)(X)
     assert received == [expected, Options.parse(None, options)]
@@ -154,7 +146,6 @@ run(torch.zeros(4, 64))
 
 @pytest.mark.slow
 def test_options_are_read_early_in_the_first_call_of_a_process(tmp_path: Path):
-    """It loads the backend, too."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "policy.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["hybrid"], done.stderr

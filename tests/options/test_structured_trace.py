@@ -37,7 +37,6 @@ def kept() -> Iterator[Kept]:
 
 
 def test_structured_trace_has_graphs_and_report(kept: Kept, caplog: pytest.LogCaptureFixture):
-    """The log of the report has the same lines."""
     caplog.set_level(logging.DEBUG, "mxcompile.report")
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     torch.compile(model, backend=EagerBackend(root=model))(torch.randn(40, 64)).sum().backward()

@@ -49,8 +49,7 @@ def test_no_module_is_in_a_circle():
             if needed in files and needed != name:
                 graph.add_edge(name, needed)
     assert graph.number_of_edges() > 300
-    circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
-    assert circles == []
+    assert [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1] == []
 
 
 def circles() -> list[list[str]]:

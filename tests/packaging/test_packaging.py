@@ -59,9 +59,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in TREES.values():
         shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=ignored)
-    built = run(
-        "-W", "ignore", "-c", "from setuptools.build_meta import build_wheel; build_wheel('out')", cwd=copy
-    )  # fmt: skip
+    build = "from setuptools.build_meta import build_wheel; build_wheel('out')"
+    built = run("-W", "ignore", "-c", build, cwd=copy)
     assert built.returncode == 0, built.stderr
     (path,) = (copy / "out").glob("*.whl")
     with zipfile.ZipFile(path) as archive:

@@ -46,7 +46,6 @@ class Hand:
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of `target`."""
         node = self.graph.call_function(target, args, kwargs)
         values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
         with self.mode:
@@ -77,20 +76,17 @@ class Hand:
         return node
 
     def output(self, *nodes: fx.Node) -> fx.Graph:
-        """The graph, which returns `nodes`."""
         self.graph.output(nodes)
         return self.graph
 
 
 def tag(node: fx.Node) -> GemmTag:
-    """The tag that `node` has."""
     result = tag_of(node)
     assert result is not None
     return result
 
 
 def assert_unchanged(graph_pass: Any, graph: fx.Graph) -> None:
-    """Asserts that `graph_pass` leaves `graph` as it is."""
     before = str(graph)
     graph_pass.apply(graph)
     assert str(graph) == before
@@ -104,10 +100,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def run(graph: fx.Graph, *values: Tensor) -> tuple[Any, ...]:
     """What `graph` computes of `values`."""
     graph.lint()
-    results: tuple[Any, ...] = fx.GraphModule(nn.Module(), graph)(*values)
-    return results
+    return fx.GraphModule(nn.Module(), graph)(*values)
 
 
 def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
-    """The calls of `target`, in order."""
     return [*graph.find_nodes(op="call_function", target=target)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from by_hand import Position
+from helpers.made import Made
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -51,8 +52,7 @@ def tags(model: nn.Module, *args: Tensor, policy: Any = None, **cuts: bool) -> d
     Classify(inputs=inputs, **cuts).apply(traced.graph)
     if policy is not None:
         Decide(policy=Policy.from_dict(policy) if isinstance(policy, dict) else policy).apply(traced.graph)
-    named = ((tag.name or str(node.target), tag) for node in traced.graph.nodes for tag in tags_of(node))
-    return dict(named)
+    return {tag.name or str(node.target): tag for node in traced.graph.nodes for tag in tags_of(node)}
 
 
 def roles(model: nn.Module, *args: Tensor) -> dict[str, str]:
@@ -69,12 +69,8 @@ def linear(count: int, n: int = WIDTH, k: int = WIDTH) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(k, n) for _ in range(count))
 
 
-class Body(nn.Module):
+class Body(Made, a=(WIDTH, 3 * WIDTH), b=(3 * WIDTH, WIDTH)):
     """x + f(norm(x)) with a feed-forward network: the least that makes a residual stream. a, b."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.b(F.gelu(self.a(F.rms_norm(x, (WIDTH,)))))
@@ -132,12 +128,8 @@ class Pooled(nn.Module):
         return self.classes(torch.softmax(self.query @ k.transpose(1, 2), -1) @ v)
 
 
-class Talking(nn.Module):
+class Talking(Made, a=lambda: linear(4), before=(4, 4), after=(4, 4)):
     """Attention whose scores a linear layer over the heads mixes, before and after the softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.before, self.after = linear(4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in self.a[:3])
@@ -146,12 +138,8 @@ class Talking(nn.Module):
         return x + self.a[3]((mixed @ v).transpose(1, 2).flatten(2))
 
 
-class Headed(nn.Module):
+class Headed(Made, body=Body, mlp=lambda: linear(3)):
     """A body and, on its stream, a network of three layers; added to the stream or not."""
-
-    def __init__(self, joins: bool) -> None:
-        super().__init__()
-        self.body, self.mlp, self.joins = Body(), linear(3), joins
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x)
@@ -160,13 +148,10 @@ class Headed(nn.Module):
         return x + y if self.joins else torch.sigmoid(y)
 
 
-class Modulated(nn.Module):
+class Modulated(
+    Made, time=lambda: linear(2), inner=(WIDTH, 2 * WIDTH), body=Body, a=(WIDTH, 64), b=(64, WIDTH)
+):
     """A body between a scale and a gate made from a time step by two layers and one of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time, self.inner, self.body = linear(2), nn.Linear(WIDTH, 2 * WIDTH), Body()
-        self.a, self.b = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         first, second = self.time
@@ -175,12 +160,8 @@ class Modulated(nn.Module):
         return x + gate * self.b(F.gelu(self.a(F.rms_norm(x, (WIDTH,)) * (1 + scale))))
 
 
-class Squeezed(nn.Module):
+class Squeezed(Made, body=Body, gate=lambda: linear(2)):
     """Channels gated by what two layers make of the mean over tokens, or of every token by itself."""
-
-    def __init__(self, pooled: bool) -> None:
-        super().__init__()
-        self.body, self.gate, self.pooled = Body(), linear(2), pooled
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x)
@@ -294,26 +275,17 @@ class Scaled(nn.Module):
         return x + out(attend(self.b(inner), k(y), v(y), 4, False))
 
 
-class TalkingOnTop(nn.Module):
+class TalkingOnTop(Made, a=lambda: linear(4), mix=lambda: nn.Conv2d(4, 4, 1, bias=False)):
     """Attention whose scores get a mix of the heads' scores added, by a pointwise convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.mix = linear(4), nn.Conv2d(4, 4, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in self.a[:3])
         scores = q @ k.transpose(-1, -2)
-        weights = torch.softmax(scores + self.mix(scores), -1)
-        return x + self.a[3]((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.a[3]((torch.softmax(scores + self.mix(scores), -1) @ v).transpose(1, 2).flatten(2))
 
 
-class Pixels(nn.Module):
+class Pixels(Made, a=lambda: nn.Conv2d(4, 8, 1), b=lambda: nn.Conv2d(8, 4, 1)):
     """A network of two pointwise convolutions that is added to the image, whose shape is that of scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.b(F.relu(self.a(x)))
@@ -366,12 +338,8 @@ class SoftMixture(nn.Module):
         return x + torch.einsum("ebsd,bnes->bnd", experts, weights)
 
 
-class Tower(nn.Module):
+class Tower(Made, body=lambda: nn.ModuleList([Body(), Body()])):
     """Two bodies, of which the first one's result is the model's: nothing reads the second's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList([Body(), Body()])
 
     def forward(self, x: Tensor) -> Tensor:
         kept = self.body[0](x)

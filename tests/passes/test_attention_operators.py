@@ -39,8 +39,7 @@ def test_sizes_count_tokens_and_heads_apart(operator):
     hand = Hand()
 
     def tensor(which: str, tokens: int, width: int):
-        sizes = (tokens, 3) if tokens_first else (3, tokens)
-        return hand.input(which, 2, *sizes, width)
+        return hand.input(which, 2, *((tokens, 3) if tokens_first else (3, tokens)), width)
 
     q, k, v = tensor("q", 5, 8), tensor("k", 7, 8), tensor("v", 7, 4)
     node = hand.graph.call_function(getattr(operator, "default", operator), (q, k, v))

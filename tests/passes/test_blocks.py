@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers.blocks import FeedForward
 from helpers.fresh import forget
+from helpers.made import Made
 from helpers.reports import report_of
 from torch import nn
 
@@ -20,20 +21,20 @@ def places(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {path: tuple(block) for path, block in Blocks.from_model(model).places.items()}
 
 
-def stack(path: str, count: int) -> dict[str, tuple[int, int]]:
-    return {f"{path}.{i}".lstrip("."): (i, count) for i in range(count)}
+def stack(path: str, count: int, dot: str = ".") -> dict[str, tuple[int, int]]:
+    return {f"{path}{dot}{i}".lstrip("."): (i, count) for i in range(count)}
 
 
 def block(width: int = 32) -> nn.Module:
     return FeedForward(width, 64)
 
 
-class Experts(nn.Module):
-    def __init__(self, experts: int):
-        super().__init__()
-        self.router = nn.Linear(32, experts) if experts else None
-        self.experts = nn.ModuleList(block() for _ in range(experts))
-        self.dense = None if experts else block()
+def mixture(experts: int) -> nn.Module:
+    return Made(
+        router=nn.Linear(32, experts) if experts else None,
+        experts=nn.ModuleList(block() for _ in range(experts)),
+        dense=None if experts else block(),
+    )
 
 
 class Model(nn.Module):
@@ -52,16 +53,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
-class Wrapped(nn.Module):
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self._checkpoint_wrapped_module = module
+def wrapped(module: nn.Module) -> nn.Module:
+    return Made(_checkpoint_wrapped_module=module)
 
 
-class Matrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w2 = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+def matrices() -> nn.Module:
+    return Made(w1=nn.Parameter(torch.ones(4, 4)), w2=nn.Parameter(torch.ones(4, 4)))
 
 
 MADE: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
@@ -72,29 +69,21 @@ MADE: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
         {"1": (0, 2), "2": (1, 2)},
     ),
     "layers that are no blocks": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), {}),
-    "matrices without modules": (lambda: nn.ModuleList([Matrices(), Matrices()]), stack("", 2)),
+    "matrices without modules": (lambda: nn.ModuleList([matrices(), matrices()]), stack("", 2)),
     "parts that differ": (lambda: nn.ModuleList([block(), nn.Sequential(nn.Linear(4, 4))]), {}),
-    "numbered names": (
-        lambda: nn.ModuleDict({"layer0": block(), "layer1": block()}),
-        {"layer0": (0, 2), "layer1": (1, 2)},
-    ),
+    "numbered names": (lambda: nn.ModuleDict({f"layer{i}": block() for i in (0, 1)}), stack("layer", 2, "")),
     "named parts": (lambda: nn.ModuleDict({"actor": block(), "critic": block()}), {}),
     "a dense layer before experts": (
-        lambda: nn.ModuleDict({"layers": nn.ModuleList([Experts(0), Experts(4), Experts(4)])}),
+        lambda: Made(layers=nn.ModuleList(map(mixture, (0, 4, 4)))),
         stack("layers", 3),
     ),
     "stages": (
-        lambda: nn.ModuleList(
-            nn.ModuleDict({"blocks": nn.ModuleList([block(w), block(w)])}) for w in (16, 32)
-        ),
+        lambda: nn.ModuleList(Made(blocks=nn.ModuleList([block(w), block(w)])) for w in (16, 32)),
         stack("0.blocks", 2) | stack("1.blocks", 2),
     ),
-    "widths that differ from block to block": (
-        lambda: nn.ModuleList(block(w) for w in (16, 32, 48)),
-        stack("", 3),
-    ),
+    "widths that differ": (lambda: nn.ModuleList(block(w) for w in (16, 32, 48)), stack("", 3)),
     "every second wrapped": (
-        lambda: nn.ModuleList([block(), Wrapped(block()), block(), Wrapped(block())]),
+        lambda: nn.ModuleList(wrapped(block()) if i % 2 else block() for i in range(4)),
         stack("", 4),
     ),
 }
@@ -107,8 +96,8 @@ def test_repeated_members_of_lists_are_blocks(name: str):
 
 
 def test_a_wrapper_around_a_stack_leaves_names_alone():
-    assert places(Wrapped(Model(2))) == stack("layers", 2)
-    assert Blocks.from_model(Wrapped(Model(2))).position("layers.1.up") == (1, 2)
+    assert places(wrapped(Model(2))) == stack("layers", 2)
+    assert Blocks.from_model(wrapped(Model(2))).position("layers.1.up") == (1, 2)
     assert Blocks.from_model(Model(2)).position("head") is None
 
 
@@ -146,25 +135,20 @@ def test_the_blocks_of_real_models(name: str):
 
 
 ENDS = {"version": 1, "rules": [{"match": {"blocks": {"first": 2, "last": 1}}, "use": "bf16"}]}
-KEPT = {0, 1, 4}
 
 
 def decided(report: mxcompile.Report) -> dict[str, tuple[str, str]]:
     return {g.name: (g.precision, g.reason) for g in report.gemms if g.gemm == "fprop"}
 
 
-def expected(depth: int = 5) -> dict[str, str]:
-    return {
-        f"layers.{i}.{part}": "policy: rule 1" if i in KEPT else f"preset nvidia: role {role}"
-        for i in range(depth)
-        for part, role in (("up", "ffn_in"), ("down", "ffn_out"))
-    } | {"head": "role head"}
-
-
 def test_first_and_last_blocks_in_explain_and_in_a_compile():
     model, ids = Model(), torch.randint(0, 50, (2, 8))
     explained = mxcompile.explain(model, ids, policy=ENDS)
-    assert {name: why for name, (_, why) in decided(explained).items()} == expected()
+    assert {name: why for name, (_, why) in decided(explained).items()} == {
+        f"layers.{i}.{part}": "policy: rule 1" if i in (0, 1, 4) else f"preset nvidia: role {role}"
+        for i in range(5)
+        for part, role in (("up", "ffn_in"), ("down", "ffn_out"))
+    } | {"head": "role head"}
     report = report_of(model, ids, policy=ENDS)
     assert decided(report) == decided(explained)
     assert {g.name: g.block for g in report.gemms}["layers.3.up"] == (3, 5)
@@ -189,14 +173,12 @@ def test_blocks_compiled_one_by_one_know_their_place():
 
 
 def test_a_compile_of_another_depth_has_its_own_code():
-    """The same block at the same place of a deeper model, where it is no longer the last."""
     ids = torch.randint(0, 50, (2, 8))
     policy = {"version": 1, "rules": [{"match": {"blocks": {"last": 1}}, "use": "bf16"}]}
     for depth in (2, 3):
         forget()
-        model = Model(depth)
-        torch.compile(model, backend="mxfp8", options={"policy": policy})(ids)
-        decisions = decided(mxcompile.reports()[-1])
-        assert {int(n.split(".")[1]) for n, (p, _) in decisions.items() if p == "bf16" and n != "head"} == {
-            depth - 1
+        torch.compile(Model(depth), backend="mxfp8", options={"policy": policy})(ids)
+        kept = {
+            name for name, (precision, _) in decided(mxcompile.reports()[-1]).items() if precision == "bf16"
         }
+        assert kept == {f"layers.{depth - 1}.up", f"layers.{depth - 1}.down", "head"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
 from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -18,27 +19,18 @@ import mxcompile
 ROWS, WIDTH, WIDE = 40, 64, 96
 
 
-class Branches(nn.Module):
+class Branches(Made, up=(WIDTH, WIDE), down=(WIDE, WIDTH), last=(WIDTH, 32)):
     """A feed-forward network where a condition holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.last = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), nn.Linear(WIDTH, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         def network(y: Tensor) -> Tensor:
             return self.down(nn.functional.gelu(self.up(y)))
 
-        branch = torch.cond(x.sum() > 0, network, lambda y: y * 2, (x,))
-        return self.last(x + branch)
+        return self.last(x + torch.cond(x.sum() > 0, network, lambda y: y * 2, (x,)))
 
 
-class Nested(nn.Module):
+class Nested(Made, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH), c=(WIDTH, WIDTH)):
     """A condition inside a condition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         def inner(y: Tensor) -> Tensor:
@@ -47,12 +39,8 @@ class Nested(nn.Module):
         return torch.cond(x.sum() > 0, inner, lambda y: self.c(y), (x,))
 
 
-class Loop(nn.Module):
+class Loop(Made, step=(WIDTH, WIDTH)):
     """A loop whose length is decided by its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         start = torch.zeros((), dtype=torch.int64), x
@@ -60,24 +48,16 @@ class Loop(nn.Module):
         return y
 
 
-class Layers(nn.Module):
+class Layers(Made, stack=lambda: nn.Parameter(torch.randn(6, WIDTH, WIDTH) / 8)):
     """One weight that is a stack of the weights of six layers, as `scan` reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = nn.Parameter(torch.randn(6, WIDTH, WIDTH) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = scan(lambda y, w: (torch.tanh(y @ w.t()), y.sum()), x, self.stack)
         return y
 
 
-class Recurrent(nn.Module):
+class Recurrent(Made, step=(WIDTH, WIDTH, False), turn=(WIDTH, WIDTH, False)):
     """Recurrent layers whose states begin as constants: a scan and a loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step, self.turn = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,24 +70,15 @@ class Recurrent(nn.Module):
         return rows + h * turned
 
 
-class Mapped(nn.Module):
+class Mapped(Made, layer=(WIDTH, WIDTH)):
     """One layer over five slices."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = map_over(lambda slice_: self.layer(slice_).tanh(), x.view(5, ROWS // 5, WIDTH))
-        return y
+        return map_over(lambda slice_: self.layer(slice_).tanh(), x.view(5, ROWS // 5, WIDTH))
 
 
-class Summed(nn.Module):
+class Summed(Made, last=(WIDTH, WIDTH)):
     """A scan without products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(associative_scan(lambda a, b: a + b, x, 0, combine_mode="generic"))
@@ -133,8 +104,7 @@ def compiled(model: nn.Module, *, training: bool, **options: Any) -> mxcompile.R
 def test_product_in_a_body_has_name_role_and_size(
     model: Callable[[], nn.Module], name: str, role: str, sizes: tuple[int, ...]
 ) -> None:
-    report = compiled(model(), training=False)
-    (gemm,) = [gemm for gemm in report.gemms if gemm.name == name]
+    (gemm,) = [gemm for gemm in compiled(model(), training=False).gemms if gemm.name == name]
     assert (gemm.role, (gemm.batch, gemm.m, gemm.n, gemm.k)) == (role, sizes)
     assert (gemm.precision, gemm.code) == ("bf16", "inside operator")
     assert gemm.reason.startswith(f"inside {gemm.kernel or gemm.facts[0]}")
@@ -191,23 +161,21 @@ def test_body_without_products_changes_nothing() -> None:
 @pytest.mark.parametrize("model", [Branches, Nested, Mapped])
 def test_explain_and_compile_agree_on_gemm_records(model: Callable[[], nn.Module]) -> None:
     module = model()
-    compiled_gemms = compiled(module, training=False).gemms
-    explained_gemms = mxcompile.explain(
-        module, torch.randn(ROWS, WIDTH), policy=EVERYTHING, training=False
-    ).gemms
-    assert [(g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in explained_gemms] == [
-        (g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in compiled_gemms
-    ]
+    explained = mxcompile.explain(module, torch.randn(ROWS, WIDTH), policy=EVERYTHING, training=False)
+    records, expected = (
+        [(g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in report.gemms]
+        for report in (explained, compiled(module, training=False))
+    )
+    assert records == expected
 
 
 def test_results_are_those_of_eager_code() -> None:
-    """Inductor compiles the bodies; the passes leave them alone."""
     model, x = Branches(), torch.randn(ROWS, WIDTH)
     policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "up"}, "use": "mxfp8"}]}
     with torch.no_grad():
         y = torch.compile(model, backend="mxfp8", options={"policy": policy})(x)
         torch.testing.assert_close(y, model(x))
     (report,) = mxcompile.reports()
-    assert {gemm.name: gemm.precision for gemm in report.gemms} == dict.fromkeys(
-        ("up", "down", "last"), "bf16"
-    )
+    assert {(gemm.name, gemm.precision) for gemm in report.gemms} == {
+        (n, "bf16") for n in ("up", "down", "last")
+    }

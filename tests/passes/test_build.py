@@ -52,11 +52,9 @@ def test_values_are_those_of_the_call(name: str, device: str):
     with mode:
         expected = target(*values)
     assert type(result) is type(expected)
-    assert (result.shape, result.stride(), result.storage_offset()) == (
-        expected.shape,
-        expected.stride(),
-        expected.storage_offset(),
+    properties, right = (
+        (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.fake_mode) for x in (result, expected)
     )
-    assert (result.dtype, result.device, result.fake_mode) == (expected.dtype, expected.device, mode)
+    assert properties == right
     shares = [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
     assert (result.untyped_storage()._cdata in shares) == (expected.untyped_storage()._cdata in shares)

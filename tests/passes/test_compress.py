@@ -61,17 +61,14 @@ def test_backward_reads_the_copy_in_the_place_of_the_value():
 
 def test_cast_of_backward_is_saved_in_place_of_its_source():
     pair = Pair()
-    cast = pair.backward.quantize(pair.end, 0, E4M3, "floor")
-    elements = pair.backward.call(operator.getitem, cast, 0)
-    values = pair.backward.call(aten.mul.Tensor, pair.end, pair.dy)
-    assert pair.compress(elements, values)
+    elements = pair.backward.call(operator.getitem, pair.backward.quantize(pair.end, 0, E4M3, "floor"), 0)
+    assert pair.compress(elements, pair.backward.call(aten.mul.Tensor, pair.end, pair.dy))
     assert not calls(pair.graphs[1], ops.cast)
     (_, scales), (codes, gradient) = pair.run(X, W, DY)
     assert scales.shape == (2, 64)
     expected = round_trip(2 * X, 0, rounding="floor")
-    assert torch.equal(
-        codes.double() * (scales.double() - 127).exp2().repeat_interleave(32, 0)[:40], expected
-    )
+    values = codes.double() * (scales.double() - 127).exp2().repeat_interleave(32, 0)[:40]
+    assert torch.equal(values, expected)
     assert torch.equal(gradient, expected * DY)
 
 
@@ -88,8 +85,7 @@ def test_others_are_saved_as_they_are(facts: dict[str, Any]):
 def test_input_of_a_full_precision_product_is_not_compressed():
     pair = Pair()
     view = pair.backward.call(aten.permute.default, pair.end, [1, 0])
-    product = pair.backward.gemm(aten.mm.default, view, pair.dy)
-    assert not pair.compress(product)
+    assert not pair.compress(pair.backward.gemm(aten.mm.default, view, pair.dy))
 
 
 def test_two_different_copies_are_not_kept():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.made import Made
 from helpers.needs import skip_without_backward_of_fp32_experts
 from helpers.reports import EVERYTHING
 from torch import Tensor, nn
@@ -33,11 +34,7 @@ def by_gemm(report: mxcompile.Report, name: str) -> dict[str, tuple[int, ...]]:
     return {g.gemm: (g.batch, g.m, g.n, g.k) for g in report.gemms if g.name == name}
 
 
-class Pointwise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv2d(64, 96, 1)
-
+class Pointwise(Made, mix=lambda: nn.Conv2d(64, 96, 1)):
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x)
 
@@ -114,29 +111,22 @@ def test_other_convolutions_have_records_with_flops_and_a_reason_and_do_not_chan
     }
     flops = {name: sum(g.flops for g in report.gemms if g.name == name) for name in reasons}
     pixels = 2 * 4 * 4
-    assert flops["patch"] == 3 * 2 * pixels * 64 * 3 * 16
-    assert flops["depthwise"] == 3 * 2 * pixels * 64 * 9
+    assert (flops["patch"], flops["depthwise"]) == (3 * 2 * pixels * 64 * 3 * 16, 3 * 2 * pixels * 64 * 9)
     assert flops["up"] == 3 * 2 * pixels * 64 * 32 * 4
     assert dx is not None
 
 
-class Distances(nn.Module):
-    def __init__(self, spelled: bool) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.randn(30, 64))
-        self.spelled = spelled
-
+class Distances(Made, codes=lambda: nn.Parameter(torch.randn(30, 64))):
     def forward(self, x: Tensor) -> Tensor:
         if not self.spelled:
             return torch.cdist(x, self.codes)
-        squares = x.pow(2).sum(1, keepdim=True) + self.codes.pow(2).sum(1)
-        return squares - 2 * x @ self.codes.t()
+        return x.pow(2).sum(1, keepdim=True) + self.codes.pow(2).sum(1) - 2 * x @ self.codes.t()
 
 
 @pytest.mark.parametrize("spelled", [False, True])
 def test_distances_to_a_parameter_are_not_a_layer(spelled: bool) -> None:
     """Of x equal to a code, the distance is a small difference of large terms."""
-    model = Distances(spelled)
+    model = Distances(spelled=spelled)
     x = model.codes.detach().repeat(2, 1) + 1e-2
     (y, *_), report = run(model, x)
     torch.testing.assert_close(y, model(x))
@@ -144,12 +134,8 @@ def test_distances_to_a_parameter_are_not_a_layer(spelled: bool) -> None:
     assert {g.precision for g in report.gemms} == {"bf16"}
 
 
-class Regularized(nn.Module):
+class Regularized(Made, layer=(64, 64, False)):
     """A layer whose weight's squares are in the loss, not in the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).relu() * 2 + 1e-3 * self.layer.weight.pow(2).sum()
@@ -247,8 +233,7 @@ def test_grouped_products_with_fp32_weights_are_quantized_forward_and_backward()
     y = reference(x)
     y.backward(torch.randn(y.shape))
     dw = reference.experts.grad
-    error = (results[2] - dw).double().pow(2).sum() / dw.double().pow(2).sum()
-    assert 0 < error < 10**-2.75
+    assert 0 < (results[2] - dw).double().pow(2).sum() / dw.double().pow(2).sum() < 10**-2.75
     assert by_gemm(report, "experts") == {
         "fprop": (1, 50, 96, 64), "dgrad": (1, 50, 64, 96), "wgrad": (1, 64, 96, 50)
     }  # fmt: skip
@@ -262,11 +247,7 @@ def test_unquantized_grouped_mm_keeps_its_backward_operator() -> None:
     assert backward.count("transformers.grouped_mm_fallback_backward.default") == 1
 
 
-class Bilinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.form = nn.Bilinear(5, 6, 7)
-
+class Bilinear(Made, form=lambda: nn.Bilinear(5, 6, 7)):
     def forward(self, x: Tensor) -> Tensor:
         return self.form(x[:, :5], x[:, 5:])
 
@@ -274,6 +255,5 @@ class Bilinear(nn.Module):
 def test_opaque_operators_count_by_their_inputs() -> None:
     _, report = run(Bilinear(), torch.randn(32, 11))
     (forward,) = [g for g in report.gemms if g.gemm == "fprop"]
-    assert forward.flops == 2 * 32 * 7 * 5 * 6
-    assert forward.reason == "opaque operator aten._trilinear"
+    assert (forward.flops, forward.reason) == (2 * 32 * 7 * 5 * 6, "opaque operator aten._trilinear")
     assert all(g.flops == forward.flops for g in report.gemms)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
 from torch import fx, nn
 
 import mxcompile
@@ -19,11 +20,7 @@ pytestmark = pytest.mark.usefixtures("in_this_process")
 LAYERS = ("up", "down")
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(512, 1024), nn.Linear(1024, 512, bias=False)
-
+class Mlp(Made, up=(512, 1024), down=(1024, 512, False)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))
 

@@ -29,7 +29,6 @@ def product(dtype: torch.dtype = torch.float32, **facts: Any) -> tuple[fx.Graph,
 
 
 def test_each_operand_has_the_format_of_its_tensor():
-    """y = x·w and dw = dy·x: the gradient is of another element type."""
     use = {"precision": "mxfp8", "grad_dtype": "e5m2", "rounding": "floor"}
     for gemm, tensors, elems in [
         (Gemm.FPROP, ("x", "w"), ["e4m3", "e4m3"]),

@@ -11,16 +11,15 @@ import torch
 from helpers.blocks import WIDTH, block
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.made import Made
+from helpers.one_linear import policy
 from helpers.reports import EVERYTHING, all_gemms, report_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 import mxcompile
 
-ONE_KIND = {
-    "version": 1,
-    "rules": [{"match": {"name": "*"}, "use": {"fprop": "mxfp8", "dgrad": "bf16", "wgrad": "bf16"}}],
-}
+ONE_KIND = policy({"fprop": "mxfp8", "dgrad": "bf16", "wgrad": "bf16"})
 Params = dict[str, Tensor]
 
 
@@ -44,53 +43,41 @@ def recorded(call: Callable[..., Any], *args: Any, policy: Any = "nvidia") -> li
     return sorted((g.name, g.gemm, g.role, g.batch, g.m, g.n, g.k, g.precision) for g in all_gemms())
 
 
-def pulled_back(loss: Callable[..., Tensor], params: Params, tokens: Tensor) -> Any:
-    value, pull = vjp(lambda parameters: loss(parameters, tokens), params)
-    return pull(torch.ones_like(value))
+def functional(model: nn.Module) -> tuple[Params, Callable[[Params, Tensor], Tensor]]:
+    """Weights of `model`, and `model` as a function of them and its input."""
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    return params, lambda weights, x: functional_call(model, weights, (x,))
 
 
 @pytest.mark.parametrize("way", ["grad", "grad_and_value", "vjp"])
 def test_train_step_by_torch_func_has_the_records_of_a_backward(way: str) -> None:
     model, tokens = WithLoss(), torch.randint(0, 97, (2, 20))
-    params = {name: value.detach() for name, value in model.named_parameters()}
-
-    def loss(parameters: Params, tokens: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, parameters, (tokens,))
-        return value
-
+    params, loss = functional(model)
     ways: dict[str, Callable[[Params, Tensor], Any]] = {
         "grad": grad(loss),
         "grad_and_value": grad_and_value(loss),
-        "vjp": lambda parameters, tokens: pulled_back(loss, parameters, tokens),
+        "vjp": lambda weights, tokens: vjp(lambda w: loss(w, tokens), weights)[1](torch.ones(())),
     }
     expected = recorded(model, tokens)
     assert Counter(gemm for _, gemm, *_ in expected)["wgrad"] == 15
     assert recorded(ways[way], params, tokens) == expected
 
 
-class Mlp(nn.Module):
+class Mlp(Made, up=(64, 96), down=(96, 48)):
     """Two layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 48)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.tanh(self.up(x)))
-        return y
+        return self.down(torch.tanh(self.up(x)))
 
 
 def test_gradients_of_each_sample_are_gradients_of_layers() -> None:
-    model = Mlp()
-    params = {name: value.detach() for name, value in model.named_parameters()}
+    params, call = functional(Mlp())
 
-    def loss(parameters: Params, x: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, parameters, (x,)).square().mean()
-        return value
+    def loss(weights: Params, x: Tensor) -> Tensor:
+        return call(weights, x).square().mean()
 
     records = recorded(vmap(grad(loss), (None, 0)), params, torch.randn(5, 8, 64), policy=ONE_KIND)
-    kinds = [(name, gemm, precision) for name, gemm, *_, precision in records]
-    assert kinds == [
+    assert [(name, gemm, precision) for name, gemm, *_, precision in records] == [
         ("down", "dgrad", "bf16"),
         ("down", "fprop", "mxfp8"),
         ("down", "wgrad", "bf16"),
@@ -105,13 +92,11 @@ OF_LAST = {"version": 1, "rules": [{"match": {"name": "down"}, "use": "mxfp8"}]}
 @pytest.mark.parametrize("way", ["grad", "each sample", "each model", "input"])
 def test_layer_whose_value_nobody_reads_keeps_its_name_and_rule(way: str) -> None:
     """The gradients of a sum do not depend on the result of the last layer: PyTorch erases its forward."""
-    model = Mlp()
-    params = {name: value.detach() for name, value in model.named_parameters()}
+    params, model = functional(Mlp())
     stacks = {name: torch.stack([value, value + 1]) for name, value in params.items()}
 
     def loss(weights: Params, x: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, weights, (x,)).sum()
-        return value
+        return model(weights, x).sum()
 
     ways: dict[str, tuple[Callable[..., Any], Params, tuple[int, ...]]] = {
         "grad": (grad(loss), params, (40, 64)),
@@ -121,9 +106,8 @@ def test_layer_whose_value_nobody_reads_keeps_its_name_and_rule(way: str) -> Non
     }
     call, weights, shape = ways[way]
     results = recorded(call, weights, torch.randn(shape), policy=OF_LAST)
-    gradients = ["dgrad"] if way == "input" else ["dgrad", "wgrad"]
     assert [(gemm, precision) for name, gemm, *_, precision in results if name == "down"] == [
-        (gemm, "mxfp8") for gemm in gradients
+        (gemm, "mxfp8") for gemm in (["dgrad"] if way == "input" else ["dgrad", "wgrad"])
     ]
     assert {name for name, *_ in results} == {"up", "down"}
 
@@ -143,12 +127,10 @@ def test_forces_of_an_energy_read_quantized_weights() -> None:
 
 
 def test_jacobian_takes_many_gradients_in_one_product() -> None:
-    model = nn.Linear(64, 96)
-    params = {name: value.detach() for name, value in model.named_parameters()}
+    params, model = functional(nn.Linear(64, 96))
 
-    def outputs(parameters: Params, x: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, parameters, (x,))
-        return value.tanh()
+    def outputs(weights: Params, x: Tensor) -> Tensor:
+        return model(weights, x).tanh()
 
     x = torch.randn(64)
     of_input = recorded(lambda x: jacrev(outputs, 1)(params, x), x, policy=ONE_KIND)
@@ -156,9 +138,7 @@ def test_jacobian_takes_many_gradients_in_one_product() -> None:
         ("dgrad", 96 * 64 * 96),
         ("fprop", 64 * 96),
     ]
-    of_weight = recorded(
-        lambda parameters: jacrev(outputs)(parameters, x[None])["weight"], params, policy=ONE_KIND
-    )
+    of_weight = recorded(lambda weights: jacrev(outputs)(weights, x[None])["weight"], params, policy=ONE_KIND)
     assert [(gemm, precision) for _, gemm, *_, precision in of_weight] == [
         ("fprop", "mxfp8"),
         ("wgrad", "bf16"),
@@ -173,11 +153,8 @@ def test_tangents_stay_as_they_are() -> None:
     tangents = [gemm.name for gemm in report.gemms if gemm.code == "tangent"]
     assert quantized == ["up", "down"]
     assert set(tangents) == {"up", "down"}
-    assert all(
-        gemm.reason == "a product of a forward-mode derivative"
-        for gemm in report.gemms
-        if gemm.code == "tangent"
-    )
+    reasons = {gemm.reason for gemm in report.gemms if gemm.code == "tangent"}
+    assert reasons == {"a product of a forward-mode derivative"}
 
 
 def test_jvp_is_that_of_eager_code() -> None:

@@ -15,6 +15,7 @@ from expert_parallel import MixtureOfExperts
 from gather_ranks import sends, with_and_without
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.policies import policy, rule
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -65,14 +66,10 @@ def step(way: Way) -> dict[str, Any]:
         with torch.no_grad():
             model.router.weight.zero_()  # the first experts win every tie
     model.experts.requires_grad_(not way.frozen)
-    rules = [
-        {"match": {"role": "router"}, "use": "bf16"},
-        {"match": {"name": "*"}, "use": {"precision": "mxfp8", **way.use}},
-    ]
-    policy = {"version": 1, "rules": rules}
-    how: dict[str, Any] = {"backend": EagerBackend(policy=policy)}
+    rules = policy(rule("bf16", role="router"), rule({"precision": "mxfp8", **way.use}, name="*"))
+    how: dict[str, Any] = {"backend": EagerBackend(policy=rules)}
     if way.compiled:
-        how = {"backend": "mxfp8", "options": {"policy": policy}}
+        how = {"backend": "mxfp8", "options": {"policy": rules}}
     compiled = torch.compile(model, fullgraph=True, dynamic=True, **how)
     generator = torch.Generator().manual_seed(dist.get_rank())
     results: dict[str, Any] = {}

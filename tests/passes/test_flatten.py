@@ -19,8 +19,7 @@ def partitioned(dim: int, symbolic: tuple[int, ...]) -> tuple[fx.Graph, fx.Graph
     """x[80, 48] cast along `dim`: forward returns x + 1 and saves the cast, backward returns both parts."""
     forward = Hand()
     x = forward.input("x", 80, 48, symbolic=symbolic)
-    cast = forward.quantize(x, dim, E4M3, "rceil")
-    saved = forward.parts(cast)
+    saved = forward.parts(forward.quantize(x, dim, E4M3, "rceil"))
     backward = Hand(forward.mode)
     result = forward.call(aten.add.Tensor, x, 1)
     ends = [backward.end(node) for node in saved]

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
 from helpers.reports import report_of
 from torch import Tensor, nn
 from torch.nn.functional import glu, scaled_dot_product_attention, silu
 
 WIDTH, WIDE = 64, 96
+X = torch.randn(2, 20, WIDTH)
 
 
 def roles(model: nn.Module, x: Tensor) -> dict[str, str]:
@@ -46,27 +48,19 @@ GATED: dict[str, tuple[tuple[int, ...], str, Callable[[Tensor], Any]]] = {
 
 @pytest.mark.parametrize("case", GATED)
 def test_gate_and_up_in_one_weight_are_the_input_of_the_network(case: str) -> None:
-    layer_roles = roles(nn.Sequential(Gated(*GATED[case]), Gated(*GATED[case])), torch.randn(2, 20, WIDTH))
+    layer_roles = roles(nn.Sequential(Gated(*GATED[case]), Gated(*GATED[case])), X)
     assert layer_roles == {"0.into": "ffn_in", "0.out": "ffn_out", "1.into": "ffn_in", "1.out": "ffn_out"}
 
 
-class OneOperator(nn.Module):
+class OneOperator(Made, norm=lambda: nn.RMSNorm(WIDTH), up=(WIDTH, 2 * WIDE), down=(WIDE, WIDTH)):
     """A feed-forward network whose halves `aten.glu` gates, which Inductor's decompositions keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.RMSNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDE),
-            nn.Linear(WIDE, WIDTH),
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(glu(self.up(self.norm(x))))
 
 
 def test_network_gated_by_one_operator_has_roles() -> None:
-    results = roles(nn.Sequential(OneOperator(), OneOperator()), torch.randn(2, 20, WIDTH))
+    results = roles(nn.Sequential(OneOperator(), OneOperator()), X)
     assert results == {"0.up": "ffn_in", "0.down": "ffn_out", "1.up": "ffn_in", "1.down": "ffn_out"}
 
 
@@ -92,22 +86,17 @@ class Fused(nn.Module):
         ((WIDTH, 4, 3, 16), "btd,dhck->bhctk", 2),
     ],
 )
-def test_queries_keys_and_values_in_one_weight_are_qkv(
-    shape: tuple[int, ...], equation: str, dim: int
-) -> None:
-    assert roles(Fused(shape, equation, dim), torch.randn(2, 20, WIDTH)) == {"qkv": "qkv", "out": "attn_out"}
+def test_queries_keys_and_values_in_one_weight_are_qkv(shape: Any, equation: str, dim: int) -> None:
+    assert roles(Fused(shape, equation, dim), X) == {"qkv": "qkv", "out": "attn_out"}
 
 
-class Experts(nn.Module):
+class Experts(
+    Made,
+    router=(WIDTH, 4),
+    into=lambda: nn.Parameter(torch.randn(4, WIDTH, WIDE)),
+    out=lambda: nn.Parameter(torch.randn(4, WIDE, WIDTH)),
+):
     """Experts that all run, weighted by a softmax: the first axis of a weight is theirs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.into, self.out = (
-            nn.Parameter(torch.randn(4, WIDTH, WIDE)),
-            nn.Parameter(torch.randn(4, WIDE, WIDTH)),
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = silu(torch.einsum("td,edf->tef", x, self.into))
@@ -148,18 +137,17 @@ class Absorbed(Latent):
         latent, (w_k, w_v) = self.norm(latent), self.kv_b.weight.unflatten(0, (self.heads, -1)).chunk(2, 1)
         scores = torch.einsum("bthn,hnc,bsc->bhts", q, w_k, latent)
         scores = (scores + torch.einsum("bthr,bsr->bhts", rotated, rotary)).softmax(-1)
-        y = torch.einsum("bhts,bsc,hvc->bthv", scores, latent, w_v)
-        return self.o(y.flatten(2))
+        return self.o(torch.einsum("bhts,bsc,hvc->bthv", scores, latent, w_v).flatten(2))
 
 
 def test_absorbed_latent_attention_alone_has_all_roles() -> None:
-    results = roles(Absorbed(), torch.randn(2, 20, WIDTH))
+    results = roles(Absorbed(), X)
     assert results == {"q": "qkv", "kv_a": "qkv", "kv_b": "attn_out", "o": "attn_out"}
 
 
 @pytest.mark.parametrize("rotary", [8, 16])
 def test_latent_attention_alone_has_all_roles(rotary: int) -> None:
-    layer_roles = roles(Latent(rotary=rotary), torch.randn(2, 20, WIDTH))
+    layer_roles = roles(Latent(rotary=rotary), X)
     assert layer_roles.pop("o") == "attn_out"
     assert set(layer_roles.values()) == {"qkv"}
 

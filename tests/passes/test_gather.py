@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gather_ranks import sends, with_and_without
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.one_linear import policy
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -118,11 +119,10 @@ def step(way: Way) -> dict[str, Any]:
     model = sharded(way)
     for linear in (model.mlp.gate, model.mlp.up, model.mlp.down):
         linear.requires_grad_(way.train)
-    rule = {"match": {"name": "*"}, "use": {"precision": "mxfp8", "saved": way.saved}}
-    policy = {"version": 1, "rules": [rule]}
-    how: dict[str, Any] = {"backend": EagerBackend(policy=policy)}
+    rules = policy({"precision": "mxfp8", "saved": way.saved})
+    how: dict[str, Any] = {"backend": EagerBackend(policy=rules)}
     if way.compiled:
-        how = {"backend": "mxfp8", "options": {"policy": policy}}
+        how = {"backend": "mxfp8", "options": {"policy": rules}}
     compiled = torch.compile(model, fullgraph=True, dynamic=len({*way.lengths}) > 1, **how)
     generator = torch.Generator().manual_seed(dist.get_rank())
     results: dict[str, Any] = {}

@@ -49,8 +49,7 @@ class Ranks(fx.Interpreter):
 def gathered(steps: Steps, *dims: int, dtype: torch.dtype = torch.float32) -> fx.Graph:
     """x[4, 10, 64] gathered along its first dimension, moved by `steps`, and cast along each of `dims`."""
     hand = Hand()
-    x = hand.input("x", 4, 10, 64, dtype=dtype)
-    whole = steps(hand, hand.call(WAIT, hand.call(SEND, x, RANKS, "0")))
+    whole = steps(hand, hand.call(WAIT, hand.call(SEND, hand.input("x", 4, 10, 64, dtype=dtype), RANKS, "0")))
     casts = [hand.quantize(whole, dim, E4M3, "rceil") for dim in dims]
     return hand.output(*(part for cast in casts for part in hand.parts(cast)))
 
@@ -63,10 +62,6 @@ def tokens(hand: Hand, whole: fx.Node) -> fx.Node:
     """As DTensor brings the parts of ranks into order: split, concatenated along tokens."""
     parts = hand.call(aten.split.Tensor, whole, 4)
     return hand.call(aten.cat.default, [hand.call(operator.getitem, parts, rank) for rank in range(RANKS)], 1)
-
-
-def narrowed(hand: Hand, whole: fx.Node) -> fx.Node:
-    return rows(hand, hand.call(prims.convert_element_type.default, whole, torch.bfloat16))
 
 
 def numbers(hand: Hand, length: int, factor: int, end: int) -> fx.Node:
@@ -85,9 +80,7 @@ def filled(hand: Hand, whole: fx.Node, value: float, *shape: int) -> fx.Node:
 
 
 def mask(hand: Hand, *shape: int) -> fx.Node:
-    length = max(shape)
-    bits = hand.call(aten.gt.Scalar, numbers(hand, length, 1, 3), 0)
-    return hand.call(aten.view.default, bits, shape)
+    return hand.call(aten.view.default, hand.call(aten.gt.Scalar, numbers(hand, max(shape), 1, 3), 0), shape)
 
 
 def picked(hand: Hand, whole: fx.Node) -> fx.Node:
@@ -102,57 +95,23 @@ def padded(hand: Hand, whole: fx.Node) -> fx.Node:
     return hand.call(aten.where.self, mask(hand, 14, 1, 1), longer, filled(hand, whole, 0.0))
 
 
-def scattered(hand: Hand, whole: fx.Node) -> fx.Node:
-    """The gradient of a permutation of tokens."""
-    zeros = filled(hand, whole, 0, 12, 10, 64)
-    return hand.call(aten.index_put.default, zeros, [order(hand)], whole, True)
-
-
 def in_the_midst(hand: Hand, whole: fx.Node) -> fx.Node:
     """Rows between one of zeros, which is a view, and the zeros of padding."""
     zero = hand.call(aten.expand.default, filled(hand, whole, 0.0, 64), [1, 10, 64])
     longer = hand.call(aten.cat.default, [zero, whole])
-    base = filled(hand, whole, 0, 15, 10, 64)
     return hand.call(
         aten.constant_pad_nd.default,
-        hand.call(aten.slice_scatter.default, base, longer, 0, 1, 14),
+        hand.call(aten.slice_scatter.default, filled(hand, whole, 0, 15, 10, 64), longer, 0, 1, 14),
         [0, 0, 2, 0],
     )
 
 
-def widened(hand: Hand, whole: fx.Node) -> fx.Node:
-    return hand.call(aten.constant_pad_nd.default, whole, [0, 64])
+def put(hand: Hand, whole: fx.Node, places: fx.Node) -> fx.Node:
+    return hand.call(aten.index_put.default, filled(hand, whole, 0, 12, 10, 64), [places], whole, True)
 
 
-def halves(hand: Hand, whole: fx.Node) -> fx.Node:
-    split = hand.call(aten.split_with_sizes.default, whole, [5, 7])
-    return hand.call(operator.getitem, split, 1)
-
-
-def added_up(hand: Hand, whole: fx.Node) -> fx.Node:
-    """Rows put into places that several share."""
-    zeros = filled(hand, whole, 0, 12, 10, 64)
-    return hand.call(aten.index_put.default, zeros, [numbers(hand, 12, 1, 6)], whole, True)
-
-
-def masked_by_one(hand: Hand, whole: fx.Node) -> fx.Node:
-    return hand.call(aten.where.self, mask(hand, 12, 1, 1), whole, filled(hand, whole, 1.0))
-
-
-def masked_elements(hand: Hand, whole: fx.Node) -> fx.Node:
-    return hand.call(aten.where.self, mask(hand, 64), whole, filled(hand, whole, 0.0))
-
-
-def features(hand: Hand, whole: fx.Node) -> fx.Node:
-    return hand.call(aten.index_select.default, whole, 2, numbers(hand, 64, 5, 64))
-
-
-def transposed(hand: Hand, whole: fx.Node) -> fx.Node:
-    return hand.call(aten.permute.default, whole, [0, 2, 1])
-
-
-def shifted(hand: Hand, whole: fx.Node) -> fx.Node:
-    return hand.call(aten.add.Tensor, whole, 1)
+def masked(hand: Hand, whole: fx.Node, value: float, *shape: int) -> fx.Node:
+    return hand.call(aten.where.self, mask(hand, *shape), whole, filled(hand, whole, value))
 
 
 def result(graph: fx.Graph, dtype: torch.dtype) -> tuple[list[Tensor], int]:
@@ -162,21 +121,26 @@ def result(graph: fx.Graph, dtype: torch.dtype) -> tuple[list[Tensor], int]:
     return [tensor.view(torch.uint8) for tensor in ranks.run(x)], ranks.sent
 
 
-@pytest.mark.parametrize(
-    ("steps", "dtype"),
-    [
-        (rows, torch.float32),
-        (rows, torch.bfloat16),
-        (tokens, torch.bfloat16),
-        (narrowed, torch.float32),
-        (picked, torch.bfloat16),
-        (padded, torch.bfloat16),
-        (scattered, torch.float32),
-        (in_the_midst, torch.bfloat16),
-        (halves, torch.bfloat16),
-    ],
-)
-def test_codes_and_scales_travel_and_are_those_of_the_whole(steps: Steps, dtype: torch.dtype):
+FP32, BF16 = torch.float32, torch.bfloat16
+TRAVELS: dict[str, tuple[Steps, torch.dtype]] = {
+    "rows": (rows, FP32),
+    "rows of BF16": (rows, BF16),
+    "tokens": (tokens, BF16),
+    "narrowed": (lambda h, whole: rows(h, h.call(prims.convert_element_type.default, whole, BF16)), FP32),
+    "picked": (picked, BF16),
+    "padded": (padded, BF16),
+    "the gradient of a permutation": (lambda h, whole: put(h, whole, order(h)), FP32),
+    "in the midst": (in_the_midst, BF16),
+    "halves": (
+        lambda h, whole: h.call(operator.getitem, h.call(aten.split_with_sizes.default, whole, [5, 7]), 1),
+        BF16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAVELS)
+def test_codes_and_scales_travel_and_are_those_of_the_whole(name: str):
+    steps, dtype = TRAVELS[name]
     expected, sent = result(gathered(steps, -1, dtype=dtype), dtype)
     graph = gathered(steps, -1, dtype=dtype)
     Gather().apply(graph)
@@ -185,19 +149,21 @@ def test_codes_and_scales_travel_and_are_those_of_the_whole(steps: Steps, dtype:
     assert (sent, fewer) == (4 * 10 * 64 * dtype.itemsize, 4 * 10 * (64 + 2))
 
 
+STAYS: dict[str, Steps] = {
+    "transposed": lambda h, whole: h.call(aten.permute.default, whole, [0, 2, 1]),
+    "shifted": lambda h, whole: h.call(aten.add.Tensor, whole, 1),
+    "places that rows share": lambda h, whole: put(h, whole, numbers(h, 12, 1, 6)),
+    "masked by one": lambda h, whole: masked(h, whole, 1.0, 12, 1, 1),
+    "masked elements": lambda h, whole: masked(h, whole, 0.0, 64),
+    "features": lambda h, whole: h.call(aten.index_select.default, whole, 2, numbers(h, 64, 5, 64)),
+    "widened": lambda h, whole: h.call(aten.constant_pad_nd.default, whole, [0, 64]),
+}
+
+
 @pytest.mark.parametrize(
     ("steps", "dims"),
-    [
-        (rows, (0,)),
-        (rows, (-1, 0)),
-        (transposed, (-1,)),
-        (shifted, (-1,)),
-        (added_up, (-1,)),
-        (masked_by_one, (-1,)),
-        (masked_elements, (-1,)),
-        (features, (-1,)),
-        (widened, (-1,)),
-    ],
+    [(rows, (0,)), (rows, (-1, 0)), *((steps, (-1,)) for steps in STAYS.values())],
+    ids=["along rows", "along both", *STAYS],
 )
 def test_the_source_travels_where_something_else_reads_it(steps: Steps, dims: tuple[int, ...]):
     graph = gathered(steps, *dims)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
 from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 
@@ -99,16 +100,10 @@ def test_weight_with_random_numbers_is_a_weight() -> None:
 def test_parameters_with_random_numbers_are_data_elsewhere() -> None:
     """Learned queries with a dropout are the input of a layer, and attend to each other as activations."""
 
-    class Queries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query = nn.Parameter(torch.randn(8, WIDTH))
-            self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-
+    class Queries(Made, query=lambda: nn.Parameter(torch.randn(8, WIDTH)), up=(WIDTH, WIDTH, False)):
         def forward(self, x: Tensor) -> Tensor:
             query = nn.functional.dropout(self.query, 0.1)
-            scores = nn.functional.dropout(self.query, 0.1) @ query.t()
-            return x + scores.softmax(-1) @ self.up(query)
+            return x + (nn.functional.dropout(self.query, 0.1) @ query.t()).softmax(-1) @ self.up(query)
 
     report = report_of(Queries(), torch.randn(8, WIDTH), policy=EVERYTHING, strict=True)
     forward = {(gemm.name, gemm.precision) for gemm in report.gemms if gemm.gemm == "fprop"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from helpers.reports import report_of
 from torch import Tensor, nn
@@ -18,8 +19,7 @@ def as_it_is(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def checkpointed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(run, x, use_reentrant=False)
-    return y
+    return checkpoint(run, x, use_reentrant=False)
 
 
 class Island(nn.Module):
@@ -47,21 +47,20 @@ def records_without_autocast(
     return {(gemm.name, gemm.gemm) for gemm in report.gemms if SAYS in gemm.reason}
 
 
-def test_quantized_layer_in_disabled_autocast_is_reported() -> None:
-    assert records_without_autocast(Island(as_it_is), autocast=True) == {("b", "fprop")}
-
-
-def test_gradients_of_layer_in_disabled_autocast_are_reported() -> None:
-    expected = {("b", "fprop"), ("b", "dgrad"), ("b", "wgrad")}
-    assert records_without_autocast(Island(as_it_is), autocast=True, training=True) == expected
+@pytest.mark.parametrize(
+    ("autocast", "training", "expected"),
+    [(True, False, ["fprop"]), (True, True, ["fprop", "dgrad", "wgrad"]), (False, False, [])],
+    ids=["inference", "training", "no outer autocast"],
+)
+def test_quantized_layer_in_disabled_autocast_is_reported(
+    autocast: bool, training: bool, expected: list[str]
+) -> None:
+    records = records_without_autocast(Island(as_it_is), autocast=autocast, training=training)
+    assert records == {("b", gemm) for gemm in expected}
 
 
 def test_checkpointed_layer_in_disabled_autocast_is_reported() -> None:
     assert ("b", "fprop") in records_without_autocast(Island(checkpointed), autocast=True, training=True)
-
-
-def test_disabled_autocast_without_outer_autocast_has_no_note() -> None:
-    assert records_without_autocast(Island(as_it_is), autocast=False) == set()
 
 
 def test_autocast_inside_of_the_model_counts() -> None:

@@ -59,8 +59,7 @@ class Around(nn.Module):
         self.tail = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.tail(self.inner(x))
-        return out
+        return self.tail(self.inner(x))
 
 
 class AroundLooking(Around):
@@ -78,15 +77,13 @@ def paths(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("inner", [Keyed, Looking])
 def test_names_of_layers_match_module_paths_of_the_model(outer: type[Around], inner: type[Keyed]) -> None:
     model = outer(inner())
-    report = mxcompile.explain(model, torch.randn(32, 64))
-    names = {gemm.name for gemm in report.gemms}
+    names = {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, 64)).gemms}
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert names == linears | {"inner.matrices.x-y"}
     assert names <= paths(model)
 
 
 def test_a_rule_finds_layers_of_modules_that_look_attributes_up_themselves() -> None:
-    rules = [{"match": {"name": "inner.*.1"}, "use": "mxfp8"}]
-    policy = {"version": 1, "preset": "bf16", "rules": rules}
+    policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "inner.*.1"}, "use": "mxfp8"}]}
     report = mxcompile.explain(AroundLooking(Looking()), torch.randn(32, 64), policy=policy)
     assert {gemm.name for gemm in report.gemms if gemm.precision == "mxfp8"} == {"inner.blocks.1"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.blocks import WIDTH, FeedForward
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.reports import EVERYTHING, all_gemms
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -105,8 +106,7 @@ def breaks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 def decorated(name: str) -> nn.Module:
     decorate = DECORATORS[name]
     block = type("DecoratedBlock", (Block,), {"forward": decorate(Block.forward)})
-    stack = type("DecoratedStack", (Stack,), {"forward": decorate(Stack.forward)})
-    return stack(block)
+    return type("DecoratedStack", (Stack,), {"forward": decorate(Stack.forward)})(block)
 
 
 def compiled(model: nn.Module, **options: Any) -> set[tuple[str, str]]:
@@ -143,12 +143,8 @@ def test_rules_by_name_reach_layers_of_decorated_forwards(name: str, breaks: boo
     assert compiled(model, policy=keeping("layers.0.*"), strict=strict) == expected
 
 
-class Pair(nn.Module):
+class Pair(Made, first=Block, second=Block):
     """Two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -200,8 +196,7 @@ class Borrowing(nn.Module):
         return self.blocks[2]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.holder.inner[0](self.run(x)))
-        return out
+        return self.last(self.holder.inner[0](self.run(x)))
 
 
 class Recomputed(Stack):
@@ -211,12 +206,8 @@ class Recomputed(Stack):
         return self.head(x)
 
 
-class Functional(nn.Module):
+class Functional(Made, first=Block, second=Block):
     """Layers that a decorated function runs, which has the module as an argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
 
     @positional
     def forward(self, x: Tensor) -> Tensor:
@@ -277,8 +268,7 @@ class Adapter:
 
 
 def times(side: Any, x: Tensor) -> Tensor:
-    out: Tensor = side(x) if isinstance(side, nn.Module) else F.linear(x, side)
-    return out
+    return side(x) if isinstance(side, nn.Module) else F.linear(x, side)
 
 
 def hook_of(way: str, side: Any) -> Callable[..., Tensor]:
@@ -304,12 +294,8 @@ def test_layer_held_by_a_hook_is_named_by_module_and_variable(way: str, kind: st
     assert compiled(model, policy=keeping("second.up"), strict=True) == expected
 
 
-class Repeated(nn.Module):
+class Repeated(Made, layers=lambda: nn.ModuleList([Block()] * 3)):
     """One block under three paths, of which the code takes the last two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block()] * 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[1:]:
@@ -328,8 +314,7 @@ def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() ->
     @torch.compile(backend=EagerBackend())
     @positional
     def step(containers: dict[str, Any], x: Tensor) -> Tensor:
-        out: Tensor = containers["models"][0](x)
-        return out
+        return containers["models"][0](x)
 
     step({"models": (model,)}, torch.randn(32, WIDTH))
     assert {gemm.name for gemm in all_gemms()} == linears(model)
@@ -367,8 +352,7 @@ class Unread(nn.Module):
         self.inner, self.other = unread(self.block), unread(Block())
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.other(self.inner(x)))
-        return y
+        return self.last(self.other(self.inner(x)))
 
 
 def test_weights_in_functions_that_dynamo_does_not_read_have_names() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.made import Made
+from helpers.policies import policy, rule
 from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,22 +18,14 @@ from torch.utils.checkpoint import checkpoint
 import mxcompile
 
 WIDTH = 64
-POLICY = {
-    "version": 1,
-    "rules": [{"match": {"name": "layers.1.*"}, "use": "bf16"}, *EVERYTHING["rules"]],
-}
+POLICY = policy(rule("bf16", name="layers.1.*"), rule(name="*"))
 
 
-class Inner(nn.Module):
+class Inner(Made, fc=(WIDTH, WIDTH), norm=lambda: nn.BatchNorm1d(WIDTH)):
     """A layer with buffers that training changes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(torch.tanh(self.fc(x)))
-        return y
+        return self.norm(torch.tanh(self.fc(x)))
 
 
 class Block(nn.Module):
@@ -43,22 +37,17 @@ class Block(nn.Module):
         self.inner = nn.ModuleList([inner(), inner()])
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(self.up(x))
-        x = x + self.down(nn.functional.dropout(hidden, 0.1, self.training))
+        x = x + self.down(nn.functional.dropout(nn.functional.gelu(self.up(x)), 0.1, self.training))
         for part in self.inner:
             x = x + part(x)
         return x
 
 
 class InnerRegion(Inner):
-    """The same as a region."""
-
     forward = torch.compiler.nested_compile_region(Inner.forward)
 
 
 class Region(Block):
-    """The same as a region."""
-
     forward = torch.compiler.nested_compile_region(Block.forward)
 
 
@@ -74,8 +63,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def step(
@@ -84,9 +72,8 @@ def step(
     """Records, and what a step computes: the result, gradients and buffers."""
     forget()
     torch.manual_seed(0)
-    model = Model(Region if regions else Block, InnerRegion if regions else Inner, checkpoints).train(
-        training
-    )
+    block, inner = (Region, InnerRegion) if regions else (Block, Inner)
+    model = Model(block, inner, checkpoints).train(training)
     x = torch.randn(40, WIDTH)
     with torch.set_grad_enabled(training):
         torch.manual_seed(1)
@@ -102,11 +89,7 @@ def step(
 @pytest.mark.parametrize(
     ("checkpoints", "training", "backend"),
     [
-        *(
-            (checkpoints, training, EagerBackend)
-            for checkpoints in (False, True)
-            for training in (False, True)
-        ),
+        *((saves, trains, EagerBackend) for saves in (False, True) for trains in (False, True)),
         pytest.param(False, False, mxcompile.Backend, marks=pytest.mark.slow),
     ],
 )

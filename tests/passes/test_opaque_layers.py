@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from helpers import policies
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
+from helpers.one_linear import policy
+from helpers.policies import rule
 from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -56,8 +61,7 @@ def _flops(x: Any, up: Any, down: Any, *args: Any, out_shape: Any = None, **kwar
 
 @torch.library.custom_op("mx_opaque::head_with_loss", mutates_args=())
 def head_with_loss(x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    loss = nn.functional.cross_entropy(x @ w.t(), target)
-    return loss, torch.zeros_like(x), torch.zeros_like(w)
+    return nn.functional.cross_entropy(x @ w.t(), target), torch.zeros_like(x), torch.zeros_like(w)
 
 
 head_with_loss.register_fake(lambda x, w, _: (x.new_empty(()), torch.empty_like(x), torch.empty_like(w)))
@@ -93,14 +97,11 @@ class Model(nn.Module):
 
 
 def inference(model: nn.Module, **options: Any) -> mxcompile.Report:
-    """The report of a call of `model` without gradients."""
-    x = torch.randn(ROWS, WIDTH)
-    return report_of(model, x, training=False, **{"policy": EVERYTHING, **options})
+    return report_of(model, torch.randn(ROWS, WIDTH), training=False, **{"policy": EVERYTHING, **options})
 
 
 def loss_of(x: Tensor, w: Tensor) -> Tensor:
-    loss: Tensor = head_with_loss(x, w, torch.zeros(ROWS, dtype=torch.long))[0]
-    return loss
+    return head_with_loss(x, w, torch.zeros(ROWS, dtype=torch.long))[0]
 
 
 def written(x: Tensor, w: Tensor) -> Tensor:
@@ -109,25 +110,17 @@ def written(x: Tensor, w: Tensor) -> Tensor:
     return out
 
 
+GEMMS = [("fprop", ROWS, WIDE, WIDTH), ("dgrad", ROWS, WIDTH, WIDE), ("wgrad", WIDE, WIDTH, ROWS)]
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], list[tuple[Any, ...]]]] = {
     "linear": (opaque_linear, ("up",), [("up", "fprop", ROWS, WIDE, WIDTH)]),
     "mlp": (opaque_mlp, ("up", "down"), [("up", "fprop", *[None] * 3), ("down", "fprop", *[None] * 3)]),
     "counted mlp": (
-        counted_mlp,
-        ("up", "down"),
+        counted_mlp, ("up", "down"),
         [("up", "fprop", ROWS, WIDE, WIDTH), ("down", "fprop", ROWS, WIDTH, WIDE)],
     ),
-    "head with loss": (
-        loss_of,
-        ("up",),
-        [
-            ("up", "fprop", ROWS, WIDE, WIDTH),
-            ("up", "dgrad", ROWS, WIDTH, WIDE),
-            ("up", "wgrad", WIDE, WIDTH, ROWS),
-        ],
-    ),
+    "head with loss": (loss_of, ("up",), [("up", *gemm) for gemm in GEMMS]),
     "in place": (written, ("up",), [("up", "fprop", *[None] * 3)]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,15 +140,13 @@ def test_operator_raises_under_strict_if_a_rule_quantizes_its_layer(case: str) -
     model = Model(call, *layers)
     with pytest.raises(BackendCompilerFailed, match="up fprop: opaque operator mx_opaque"):
         inference(model, strict=True)
-    kept = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "seen"}, "use": "mxfp8"}]}
-    inference(model, policy=kept, strict=True)
+    inference(model, policy=policies.policy(rule(name="seen")), strict=True)
 
 
 @pytest.mark.parametrize("weight", [nn.Linear(WIDTH, WIDE), {"w": torch.randn(WIDE, WIDTH)}], ids=type)
 def test_operator_that_closes_over_its_weight_is_recorded_and_raises_under_strict(weight: Any) -> None:
     model = Model(closed_over(weight))
-    report = inference(model)
-    (hidden,) = (gemm for gemm in report.gemms if gemm.name != "seen")
+    (hidden,) = (gemm for gemm in inference(model).gemms if gemm.name != "seen")
     assert (hidden.m, hidden.n, hidden.k, hidden.precision) == (ROWS, WIDE, WIDTH, "bf16")
     assert hidden.reason.startswith("opaque operator mx_opaque.closed")
     with pytest.raises(BackendCompilerFailed, match="fprop: opaque operator mx_opaque"):
@@ -207,8 +198,7 @@ class Calling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         more = (self.up.weight,) if self.name in ("flat", "codes") else ()
-        result: Tensor = getattr(torch.ops.mx_opaque_kernels, self.name)(self.seen(x), *more)
-        return result
+        return getattr(torch.ops.mx_opaque_kernels, self.name)(self.seen(x), *more)
 
 
 @pytest.mark.parametrize("name", ["held", "flat", "codes"])
@@ -259,6 +249,7 @@ def linear_with_plain_backward(x: Tensor, w: Tensor) -> Tensor:
 
 
 linear_with_plain_backward.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[0]))
+E5M2_GRADIENTS = policy({"precision": "mxfp8", "grad_dtype": "e5m2"})
 PLAIN_BACKWARDS = {
     "as torch writes them": lambda dy, x, w: (dy @ w, dy.t() @ x),
     "transposed": lambda dy, x, w: ((w.t() @ dy.t()).t(), (x.t() @ dy).t()),
@@ -281,13 +272,8 @@ def test_plain_products_of_the_backward_of_an_operator_are_gradients_of_its_laye
     gradients = []
     for layer in (plain, hiding):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        policy = {
-            "version": 1,
-            "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", "grad_dtype": "e5m2"}}],
-        }
-        model = nn.Sequential()
-        model.add_module("up", layer)
-        y = torch.compile(model, backend=EagerBackend(policy=policy))(x)
+        model = nn.Sequential(OrderedDict(up=layer))
+        y = torch.compile(model, backend=EagerBackend(policy=E5M2_GRADIENTS))(x)
         (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
         gradients.append((x.grad, layer.weight.grad))
         gemms = [(g.name, g.gemm, g.precision) for g in mxcompile.reports()[-1].gemms]
@@ -309,8 +295,7 @@ def _gated_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
     left, right = x @ gate.t(), x @ up.t()
     inner = dy @ down
     by_gate, by_up = inner * right, inner * left
-    grads = (by_gate.t() @ x, by_up.t() @ x, dy.t() @ (left * right))
-    return by_gate @ gate + by_up @ up, *grads
+    return by_gate @ gate + by_up @ up, by_gate.t() @ x, by_up.t() @ x, dy.t() @ (left * right)
 
 
 gated_with_plain_backward.register_autograd(
@@ -319,20 +304,13 @@ gated_with_plain_backward.register_autograd(
 
 
 def test_layers_that_one_operator_hides_have_their_own_gradients() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up = nn.Linear(WIDTH, WIDE, bias=False), nn.Linear(WIDTH, WIDE, bias=False)
-            self.down = nn.Linear(WIDE, WIDTH, bias=False)
-
+    class Gated(Made, gate=(WIDTH, WIDE, False), up=(WIDTH, WIDE, False), down=(WIDE, WIDTH, False)):
         def forward(self, x: Tensor) -> Tensor:
-            weights = self.gate.weight, self.up.weight, self.down.weight
-            return gated_with_plain_backward(x, *weights)
+            return gated_with_plain_backward(x, self.gate.weight, self.up.weight, self.down.weight)
 
     report = report_of(Gated(), torch.randn(ROWS, WIDTH, requires_grad=True), policy=EVERYTHING)
     sizes = {"gate": (WIDE, WIDTH), "up": (WIDE, WIDTH), "down": (WIDTH, WIDE)}
-    gradients = {(g.name, (g.m, g.n)) for g in report.gemms if g.gemm == "wgrad"}
-    assert gradients == set(sizes.items())
+    assert {(g.name, (g.m, g.n)) for g in report.gemms if g.gemm == "wgrad"} == set(sizes.items())
     assert sorted(g.name for g in report.gemms if g.gemm == "dgrad") == sorted(sizes)
     assert all(g.precision == "mxfp8" for g in report.gemms if g.gemm != "fprop")
 
@@ -343,8 +321,7 @@ LIBRARY.impl("back", lambda dy: dy.new_empty(dy.shape[0], WIDTH), "Meta")
 
 
 def _pull(ctx: Any, dy: Tensor) -> Tensor:
-    result: Tensor = torch.ops.mx_opaque_kernels.back(dy.contiguous())
-    return result
+    return torch.ops.mx_opaque_kernels.back(dy.contiguous())
 
 
 torch.library.register_autograd("mx_opaque_kernels::held", _pull, lib=LIBRARY)
@@ -363,14 +340,12 @@ def test_kernel_of_the_backward_that_multiplies_by_a_weight_is_recorded(name: st
     for _ in range(2):
         call(x).sum().backward()
     (report,) = mxcompile.reports()
-    assert [(g.gemm, g.precision) for g in report.gemms if g.name == "up"] == [
-        (kind, "bf16") for kind in kinds
-    ]
+    hidden = [(g.gemm, g.precision) for g in report.gemms if g.name == "up"]
+    assert hidden == [(kind, "bf16") for kind in kinds]
     assert report.gemms[-1].reason == "opaque operator mx_opaque_kernels.back.default"
     torch._dynamo.reset()
-    loss = torch.compile(
-        Calling("padded"), backend=EagerBackend(policy=EVERYTHING, strict=True), fullgraph=True
-    )(x)
+    strict = EagerBackend(policy=EVERYTHING, strict=True)
+    loss = torch.compile(Calling("padded"), backend=strict, fullgraph=True)(x)
     HELD["w"] = model.up.weight.detach()
     with pytest.raises(UnsupportedError, match="dgrad: opaque operator mx_opaque_kernels"):
         loss.sum().backward()
@@ -395,11 +370,7 @@ def test_kernel_of_a_backward_under_compiled_autograd_is_recorded_or_raises(stri
     not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no fused head before 2.14"
 )
 def test_fused_head_of_torch_is_recorded_with_its_gradients() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDE, bias=False)
-
+    class Head(Made, up=(WIDTH, WIDTH), head=(WIDTH, WIDE, False)):
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             options = nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
             loss: Tensor = nn.functional.linear_cross_entropy(  # type: ignore[attr-defined]
@@ -410,11 +381,7 @@ def test_fused_head_of_torch_is_recorded_with_its_gradients() -> None:
     model, x, target = Head(), torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
     report = report_of(model, x, target, fullgraph=False, policy=EVERYTHING)
     head = [gemm for gemm in report.gemms if gemm.name == "head"]
-    assert [(g.gemm, g.m, g.n, g.k) for g in head] == [
-        ("fprop", ROWS, WIDE, WIDTH),
-        ("dgrad", ROWS, WIDTH, WIDE),
-        ("wgrad", WIDE, WIDTH, ROWS),
-    ]
+    assert [(g.gemm, g.m, g.n, g.k) for g in head] == GEMMS
     assert all(gemm.code == "opaque operator" for gemm in head)
     with pytest.raises(BackendCompilerFailed, match="head: opaque operator"):
         report_of(model, x, target, fullgraph=False, policy=EVERYTHING, strict=True)

@@ -45,10 +45,8 @@ def test_defaults_and_keywords_are_read():
 
 
 def test_arguments_of_aten_are_read_by_name():
-    """By position, by keyword, by default; an argument that the schema lacks is an error."""
     sliced = call(aten.slice.Tensor, "a", 1, end=4)
-    names = ("dim", "start", "end", "step")
-    assert [view.argument_of(sliced, name) for name in names] == [1, None, 4, 1]
+    assert [view.argument_of(sliced, name) for name in ("dim", "start", "end", "step")] == [1, None, 4, 1]
     assert str(view.argument_of(sliced, "self")) == "a"
     assert view.argument_of(call(aten.unbind.int, "a"), "dim") == 0
     with pytest.raises(KeyError):
@@ -64,7 +62,5 @@ def test_other_calls_have_no_view():
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_fields_are_arguments_of_the_operators(kind: type[view.View]):
-    """Every argument of an operator is a field, and every field is an argument of some operator."""
     arguments = [{argument.name for argument in op._schema.arguments} for op in kind.operators]
-    names = {field.name for field in fields(kind) if field.name != "node"}
-    assert names == set().union(*arguments)
+    assert {field.name for field in fields(kind) if field.name != "node"} == set().union(*arguments)

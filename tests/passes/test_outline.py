@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.blocks import WIDTH, Experts, Explicit, Language, SwiGLU, block, features
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.one_linear import policy
 from helpers.reports import report_of
 from torch import Tensor, fx, nn
@@ -71,8 +72,7 @@ def test_q_k_and_v_read_one_cast_and_backward_another():
     assert (first.label, second.label) == ("e4m3 rowwise", "e4m3 columnwise")
     assert not graph.only_backward(graph.nodes.index(first))
     assert graph.only_backward(graph.nodes.index(second))
-    assert first.detail == "e4m3 1x32 rceil, rowwise"
-    assert first.shape == "18×64"
+    assert (first.detail, first.shape) == ("e4m3 1x32 rceil, rowwise", "18×64")
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,7 @@ def test_equal_layers_are_drawn_once_and_one_that_differs_by_itself():
 
 
 def test_masks_and_positions_are_left_out():
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("scale", torch.ones(WIDTH))
-
+    class Masked(Made, a=(WIDTH, WIDTH), b=(WIDTH, WIDTH), scale=lambda: nn.Buffer(torch.ones(WIDTH))):
         def forward(self, x: Tensor) -> Tensor:
             positions = torch.arange(x.shape[0], device=x.device).float().cos() + self.scale.sum()
             return self.b(self.a(x) * positions[:, None])
@@ -143,11 +138,7 @@ def test_inference_has_no_backward():
 
 
 def test_a_graph_break_makes_two_pictures():
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = SwiGLU(), SwiGLU()
-
+    class Broken(Made, a=SwiGLU, b=SwiGLU):
         def forward(self, x: Tensor) -> Tensor:
             x = self.a(x)
             torch._dynamo.graph_break()
@@ -176,8 +167,7 @@ def test_failed_save_leaves_no_file_in_the_cache(monkeypatch):
     monkeypatch.setattr(Path, "replace", full)
     store.save("never_kept", Part())
     monkeypatch.undo()
-    folder = Path(cache_dir()) / "mxcompile"
-    assert not [file for file in folder.iterdir() if "never_kept" in file.name]
+    assert not [file for file in (Path(cache_dir()) / "mxcompile").iterdir() if "never_kept" in file.name]
 
 
 def work(graph: fx.Graph) -> int:

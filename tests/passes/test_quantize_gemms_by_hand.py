@@ -110,8 +110,7 @@ def test_bias_of_addmm_is_scaled_by_alpha_and_beta(alpha: int, beta: int):
     graph = hand.output(product)
     QuantizeGemms().apply(graph)
     added = random(N)
-    result = run(graph, added, X, W.T)[0]
-    check((result - beta * added) / alpha, round_trip(X, 1), round_trip(W.T, 0))
+    check((run(graph, added, X, W.T)[0] - beta * added) / alpha, round_trip(X, 1), round_trip(W.T, 0))
 
 
 def test_gemm_without_formats_is_left_unchanged():

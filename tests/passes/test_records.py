@@ -12,7 +12,9 @@ from helpers.blocks import WIDTH, Attention, Explicit, SwiGLU, block, features
 from helpers.casts import quantize, scaled_mm
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
-from helpers.reports import all_gemms, report_of
+from helpers.made import Made
+from helpers.policies import policy, rule
+from helpers.reports import report_of
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -47,11 +49,9 @@ def test_attention_counts_both_products_fused_or_not():
     """softmax(q·kᵀ)·v is two products forward and four backward, in one operator or spelled out."""
     for model in (Attention(), Explicit()):
         report = report_of(model, features(2, 9, WIDTH))
-        gemms = [(g.role, g.gemm) for g in report.gemms if g.role in ("attn_scores", "attn_values")]
-        assert sorted(gemms) == sorted(
-            [("attn_scores", "fprop"), ("attn_values", "fprop")]
-            + [("attn_scores", "dgrad"), ("attn_values", "dgrad")] * 2
-        )
+        products = ("attn_scores", "attn_values")
+        gemms = [(g.role, g.gemm) for g in report.gemms if g.role in products]
+        assert sorted(gemms) == [(role, gemm) for role in products for gemm in ("dgrad", "dgrad", "fprop")]
         assert all(g.precision == "bf16" for g in report.gemms if g.role.startswith("attn_s"))
 
 
@@ -60,42 +60,20 @@ def test_flops_of_a_layer_are_its_three_products():
     assert [gemm.flops for gemm in report.gemms] == [2 * 20 * 48 * 64] * 3
 
 
-def test_names_are_the_users_across_a_graph_break():
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = block()
-            self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            torch._dynamo.graph_break()
-            return x + self.attn(x, x, x, need_weights=False)[0]
-
-    torch.compile(Outer(), backend=EagerBackend())(features(2, 9, WIDTH)).mean().backward()
-    names = {g.name for g in all_gemms()}
-    assert names >= {"first.0.b.a", "first.1.b.c", "attn.in_proj", "attn.out_proj"}
-    assert sum(report.summary.graph_breaks for report in mxcompile.reports()) == 1
-
-
 def test_blocks_with_different_decisions_are_compiled_separately():
     """A break in a loop makes Dynamo compile the blocks' frames, one for all that guard equal."""
 
-    class Looped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stack = nn.ModuleList([SwiGLU(), SwiGLU()])
-
+    class Looped(Made, stack=lambda: nn.ModuleList([SwiGLU(), SwiGLU()])):
         def forward(self, x: Tensor) -> Tensor:
             for inner in self.stack:
                 x = x + inner(x)
                 torch._dynamo.graph_break()
             return x
 
-    first = {"version": 1, "rules": [{"match": {"name": "stack.0.*"}, "use": "bf16"}]}
-    for policy, expected in ((first, "bf16"), ("nvidia", "mxfp8")):
+    first = policy(rule("bf16", name="stack.0.*"), preset="nvidia")
+    for rules, expected in ((first, "bf16"), ("nvidia", "mxfp8")):
         forget()
-        torch.compile(Looped(), backend=EagerBackend(policy=policy))(features(2, WIDTH))
+        torch.compile(Looped(), backend=EagerBackend(policy=rules))(features(2, WIDTH))
         (report,) = mxcompile.reports()
         precisions = {(gemm.name.split(".")[1], gemm.precision) for gemm in report.gemms}
         assert precisions == {("0", expected), ("1", "mxfp8")}
@@ -103,8 +81,7 @@ def test_blocks_with_different_decisions_are_compiled_separately():
 
 
 def test_source_is_the_users_line():
-    report = report_of(block(), features(2, 9, WIDTH))
-    by_name = {gemm.name: gemm.source for gemm in report.gemms}
+    by_name = {gemm.name: gemm.source for gemm in report_of(block(), features(2, 9, WIDTH)).gemms}
     file, line = by_name["1.b.c"].rsplit(":", 1)
     text = Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
     assert "self.c(F.silu(self.a(x)) * self.b(x))" in text

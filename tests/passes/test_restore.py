@@ -42,7 +42,6 @@ def test_a_vector_is_multiplied_and_summed_in_fp32():
 
 
 def test_other_contractions_formats_and_dtypes_are_not_decomposed():
-    """A contraction of two, one that is quantized, and two dtypes."""
     hand = Hand()
     x, w = hand.input("x", 5, 2), hand.input("w", 2, 3)
     column, row = hand.input("one", 5, 1), hand.input("row", 1, 3)

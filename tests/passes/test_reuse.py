@@ -29,8 +29,7 @@ def recast(
     values = hand.call(ops.decode, codes, scales, -1, "e4m3 1x32 rceil", between)
     if transposed:
         values = hand.call(aten.permute.default, values, [1, 0])
-    cast = hand.quantize(values, dim, elem, rounding)
-    return hand.output(*hand.parts(cast))
+    return hand.output(*hand.parts(hand.quantize(values, dim, elem, rounding)))
 
 
 def stored() -> list[torch.Tensor]:

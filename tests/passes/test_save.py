@@ -19,7 +19,6 @@ WORDS = (str(Format()), str(Format()))
 
 
 def quantized(hand: Hand, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """A cast of `x`, its elements and its scales."""
     cast = hand.quantize(x, dim, E4M3, "rceil")
     return cast, *hand.parts(cast)
 
@@ -62,8 +61,7 @@ def test_values_of_the_rowwise_copy_are_recomputed_under_transcode():
 def test_a_cast_that_forward_reads_too_is_made_there():
     """fprop contracts the dimension that wgrad does: x is a square matrix that is read transposed."""
     hand = Hand()
-    x = hand.input("x", 96, 32)
-    cast = wgrad(hand, x, Saved.BF16)
+    cast = wgrad(hand, hand.input("x", 96, 32), Saved.BF16)
     qdata, scale = cast.users
     x_codes, x_scale = (hand.call(aten.permute.default, node, [1, 0]) for node in (qdata, scale))
     _, w, w_scale = quantized(hand, hand.input("w", 96, 64), 0)

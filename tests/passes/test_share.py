@@ -27,8 +27,7 @@ def twice(first: Cast, second: Cast) -> fx.Graph:
     """x[2, 4, 64], cast by `first` and by `second`."""
     hand = Hand()
     x = hand.input("x", 2, 4, 64)
-    both = [first(hand, x), second(hand, x)]
-    return hand.output(*(part for node in both for part in hand.parts(node)))
+    return hand.output(*hand.parts(first(hand, x)), *hand.parts(second(hand, x)))
 
 
 def test_equal_casts_of_equal_views_are_one():
@@ -36,8 +35,7 @@ def test_equal_casts_of_equal_views_are_one():
     Share().apply(graph)
     assert len(calls(graph, ops.cast)) == len(calls(graph, aten.view.default)) == 1
     assert len(calls(graph, operator.getitem)) == 2
-    x = torch.randn(2, 4, 64)
-    codes, scales, *duplicates = run(graph, x)
+    codes, scales, *duplicates = run(graph, torch.randn(2, 4, 64))
     assert duplicates[0] is codes
     assert duplicates[1] is scales
 
@@ -70,6 +68,5 @@ def test_operators_that_no_pass_made_and_gemms_stay():
     hand = Hand()
     x, w = hand.input("x", 4, 4), hand.input("w", 4, 4)
     sums = [hand.call(aten.add.Tensor, x, w) for _ in range(2)]
-    products = [hand.gemm(aten.mm.default, x, w) for _ in range(2)]
-    graph = hand.output(*sums, *products)
+    graph = hand.output(*sums, *(hand.gemm(aten.mm.default, x, w) for _ in range(2)))
     assert_unchanged(Share(), graph)

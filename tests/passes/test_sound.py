@@ -23,7 +23,6 @@ class Sum(nn.Module):
         self.inner.register_buffer("weight", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [4]."""
         return operator.sub(operator.add(x, self.inner.weight), x)
 
 
@@ -33,10 +32,6 @@ def graph() -> fx.Graph:
 
 def node(graph: fx.Graph, op: str, index: int = 0) -> fx.Node:
     return [candidate for candidate in graph.nodes if candidate.op == op][index]
-
-
-def late(graph: fx.Graph) -> None:
-    graph.output_node().prepend(node(graph, "get_attr"))
 
 
 def of_another(graph: fx.Graph) -> None:
@@ -52,39 +47,30 @@ def erased(graph: fx.Graph) -> None:
     graph.find_nodes(op="call_function", target=operator.sub)[0].args = (wrong, 1)
 
 
-def unfiled(graph: fx.Graph) -> None:
-    graph._find_nodes_lookup_table.remove(node(graph, "call_function"))
+def changed(op: str, /, **values: Any) -> Callable[[fx.Graph], None]:
+    """The fault that the first node of a kind has these attributes."""
+    return lambda graph: [setattr(node(graph, op), name, value) for name, value in values.items()]
 
 
-def named_twice(graph: fx.Graph) -> None:
-    node(graph, "call_function").name = node(graph, "call_function", 1).name
-
-
-def no_function(graph: fx.Graph) -> None:
-    node(graph, "call_function").target = "add"
-
-
-def no_word(graph: fx.Graph) -> None:
-    node(graph, "placeholder").target = operator.add
-
-
-def no_attribute(graph: fx.Graph) -> None:
-    node(graph, "get_attr").target = "inner.bias"
-
-
-def no_operation(graph: fx.Graph) -> None:
-    node(graph, "placeholder").op = "place"
-
-
-FAULTS: list[Callable[[fx.Graph], None]] = [
-    late, of_another, erased, unfiled, named_twice, no_function, no_word, no_attribute, no_operation,
-]  # fmt: skip
+FAULTS: dict[str, Callable[[fx.Graph], Any]] = {
+    "a node behind its reader": lambda graph: graph.output_node().prepend(node(graph, "get_attr")),
+    "a node of another graph": of_another,
+    "an erased node": erased,
+    "a node that is not filed": lambda graph: graph._find_nodes_lookup_table.remove(
+        node(graph, "call_function")
+    ),
+    "a name twice": changed("call_function", name="sub"),
+    "no function": changed("call_function", target="add"),
+    "no word": changed("placeholder", target=operator.add),
+    "no attribute": changed("get_attr", target="inner.bias"),
+    "no operation": changed("placeholder", op="place"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_soundness_check_raises_the_error_of_graph_lint(fault: Callable[[fx.Graph], None]):
+def test_soundness_check_raises_the_error_of_graph_lint(fault: str):
     broken = graph()
-    fault(broken)
+    FAULTS[fault](broken)
     with pytest.raises((RuntimeError, ValueError)) as expected:
         broken.lint()
     with pytest.raises(VerificationError) as raised:
@@ -100,8 +86,7 @@ def test_lint_is_not_called_for_a_sound_graph(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_lint_judges_a_graph_that_calls_modules():
-    model = nn.Sequential(nn.ReLU())
-    traced = fx.symbolic_trace(model).graph
+    traced = fx.symbolic_trace(nn.Sequential(nn.ReLU())).graph
     sound.check(traced, "test")
     node(traced, "call_module").target = "1"
     with pytest.raises(VerificationError, match="nonexistent"):

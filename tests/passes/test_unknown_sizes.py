@@ -11,9 +11,10 @@ import torch
 from helpers.blocks import FeedForward
 from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.policies import rule
 from helpers.reports import report_of
-from torch import Tensor, nn
+from torch import Tensor
 
 import mxcompile
 from mxcompile.policy import Layer, Match, Role
@@ -21,12 +22,8 @@ from mxcompile.policy import Layer, Match, Role
 WIDTH, WIDE = 64, 128
 
 
-class Mix(nn.Module):
+class Mix(Made, dense=FeedForward, expert=FeedForward):
     """All rows go through one network; those that the data picks, through another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.expert = FeedForward(), FeedForward()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dense(x)
@@ -61,8 +58,7 @@ def test_rule_with_max_m_refuses_an_unknown_size() -> None:
 
 
 def test_share_is_of_the_flops_that_are_known() -> None:
-    report = mixed(rule(name="dense.*"))
-    text = " ".join(str(report).split())
+    text = " ".join(str(mixed(rule(name="dense.*"))).split())
     assert "100.0% of known matmul FLOPs in MXFP8, 2 products of unknown FLOPs not in it" in text
     assert "not in the share, since their FLOPs are unknown: expert.up, expert.down" in text
     assert f"?×{WIDE}×{WIDTH}" in text
@@ -70,8 +66,7 @@ def test_share_is_of_the_flops_that_are_known() -> None:
 
 def test_unknown_sizes_are_null_in_json_and_read_back() -> None:
     report = mixed(rule(name="*"))
-    data = json.loads(report.to_json())
-    assert [gemm["m"] for gemm in data["gemms"]] == [500, 500, None, None]
+    assert [gemm["m"] for gemm in json.loads(report.to_json())["gemms"]] == [500, 500, None, None]
     assert mxcompile.Report.from_json(report.to_json()).gemms == report.gemms
 
 
@@ -89,8 +84,7 @@ def test_every_form_has_unknown_sizes(form: str, tmp_path: Any) -> None:
 )
 def test_limit_of_an_unknown_size(limit: str, kept: bool) -> None:
     layer = Layer(name="a", role=Role.FFN_IN, module="Linear", m=None, n=64, k=64)
-    match = Match(name=("*",), **{limit: 64})
-    assert (match.missed(layer) is None) == kept
+    assert (Match(name=("*",), **{limit: 64}).missed(layer) is None) == kept
 
 
 def counted(mask: Tensor, rows: int) -> int:
@@ -112,26 +106,19 @@ PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """By name, how rows are picked by the values of a mask."""
 
 
-class Picked(nn.Module):
+class Picked(Made, every=(WIDTH, WIDTH), up=(WIDTH, WIDE), down=(WIDE, 32)):
     """Two layers for the rows that `pick` takes of the result of a layer for all."""
 
-    def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.every, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, 32)
-        self.pick = pick
-
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(self.pick(self.every(x), mask)).relu())
-        return y
+        return self.down(self.up(self.pick(self.every(x), mask)).relu())
 
 
 @pytest.mark.parametrize("way", PICKS)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
 def test_rows_picked_in_any_way_are_unknown_and_quantized(way: str) -> None:
     policy = {"version": 1, "rules": [{"match": {"name": "*", "min_m": 64}, "use": "mxfp8"}]}
-    model, x, mask = Picked(PICKS[way]), torch.randn(100, WIDTH), torch.rand(100) > 0.5
-    backend = EagerBackend(policy=policy, strict=True)
-    results = torch.compile(model, backend=backend, fullgraph=True)(x, mask)
+    model, x, mask = Picked(pick=PICKS[way]), torch.randn(100, WIDTH), torch.rand(100) > 0.5
+    results = torch.compile(model, backend=EagerBackend(policy=policy, strict=True), fullgraph=True)(x, mask)
     results.square().sum().backward()
     gradients = [p.grad for p in model.parameters()]
     (report,) = mxcompile.reports()

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made, calling
+from helpers.policies import policy, rule
 from helpers.reference import round_trip
 from helpers.reports import EVERYTHING, all_gemms, precisions
 from torch import Tensor, nn
@@ -77,11 +79,6 @@ class OfItsClass(nn.Module):
         return feed_forward(x, self.UP, self.DOWN[0])
 
 
-class Globals(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return feed_forward(x, UP, DOWN[0])
-
-
 class Masked(nn.Module):
     """A parameter times a mask in an attribute, and FP8 codes in a buffer times scales in an attribute."""
 
@@ -131,10 +128,6 @@ class MaskedFirst(nn.Module):
         return feed_forward(x, self.mask * self.up, torch.where(self.kept, self.down, 0.0))
 
 
-def global_tuple() -> Callable[[Tensor], Tensor]:
-    return lambda x: feed_forward(x, *PAIR)
-
-
 def partial() -> Callable[[Tensor], Tensor]:
     up, down = weights()
     return functools.partial(lambda layer, x, *, last: feed_forward(x, layer, last), up, last=down)
@@ -142,11 +135,7 @@ def partial() -> Callable[[Tensor], Tensor]:
 
 def closure() -> Callable[[Tensor], Tensor]:
     up, down = weights()
-
-    def forward(x: Tensor) -> Tensor:
-        return feed_forward(x, up, down)
-
-    return forward
+    return lambda x: feed_forward(x, up, down)
 
 
 def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -173,14 +162,14 @@ def defaults() -> Callable[[Tensor], Tensor]:
 HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
     (Attributes, {"up", "rest.down.0"}),
     (OfAnObject, {"layers.weights.up", "layers.down"}),
-    (Globals, {"UP", "DOWN.0"}),
+    (lambda: calling(lambda self, x: feed_forward(x, UP, DOWN[0])), {"UP", "DOWN.0"}),
     (Masked, {"up", "down"}),
     (MaskedFirst, {"up", "down"}),
     (Codes, {"up.codes", "down"}),
     (OfItsClass, {"UP", "DOWN.0"}),
     (closure, {"up", "down"}),
     (two_closures, {"first", "rest.0"}),
-    (global_tuple, {"PAIR.0", "PAIR.1"}),
+    (lambda: lambda x: feed_forward(x, *PAIR), {"PAIR.0", "PAIR.1"}),
     (InADefault, {"up", "down"}),
     (defaults, {"up", "down"}),
     (partial, {"fn.args.0", "fn.keywords.last"}),
@@ -221,19 +210,14 @@ def test_weight_that_the_program_holds_is_quantized_under_its_name(holder: Any, 
 
 @pytest.mark.parametrize("kind", [Attributes, OfAnObject, OfItsClass, MaskedFirst, Codes])
 def test_held_weights_keep_names_and_decisions_behind_a_graph_break(kind: type[nn.Module]) -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.tail = kind(), nn.Linear(IN, IN)
-
+    class Broken(Made, inner=kind, tail=(IN, IN)):
         def forward(self, x: Tensor) -> Tensor:
             x = self.inner(x)
             torch._dynamo.graph_break()
             return self.tail(x)
 
     model = Broken()
-    explained = mxcompile.explain(model, data(), policy=EVERYTHING)
-    expected = {gemm.name: {"mxfp8"} for gemm in explained.gemms}
+    expected = {gemm.name: {"mxfp8"} for gemm in mxcompile.explain(model, data(), policy=EVERYTHING).gemms}
     assert len(expected) == 3
     assert layers(model, data()) == expected
 
@@ -247,8 +231,7 @@ class Parts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.take(self.qkv)
-        out: Tensor = self.out(F.linear(x, q).relu() + F.linear(x, k).sigmoid() + F.linear(x, v))
-        return out
+        return self.out(F.linear(x, q).relu() + F.linear(x, k).sigmoid() + F.linear(x, v))
 
 
 def squares(flat: Tensor) -> list[Tensor]:
@@ -281,35 +264,29 @@ WAYS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_of_a_parameter_have_its_name(way: str) -> None:
-    policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "qkv"}, "use": "mxfp8"}]}
     model, x = Parts(*WAYS[way]), data()
     with torch.no_grad(), Quantized():
         expected = model(x)
-    result = torch.compile(model, backend=EagerBackend(policy=policy, strict=True))(x)
+    result = torch.compile(model, backend=EagerBackend(policy=policy(rule(name="qkv")), strict=True))(x)
     torch.testing.assert_close(result.detach(), expected, rtol=1e-4, atol=1e-3)
     result.sum().backward()
     assert precisions() == {"qkv": {"mxfp8"}, "out": {"bf16"}}
     assert [gemm.name for gemm in all_gemms() if gemm.gemm == "fprop"].count("qkv") == 3
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Made, kv_b=lambda: nn.Parameter(torch.randn(4, 96, 64) / 8), o=(128, 64)):
     """The absorbed products of multi-head latent attention: one parameter, split along its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv_b, self.o = nn.Parameter(torch.randn(4, 96, 64) / 8), nn.Linear(128, 64)
 
     def forward(self, q: Tensor) -> Tensor:
         keys, values = self.kv_b.split([64, 32], 1)
         c = torch.einsum("thn,hnr->thr", q.view(-1, 4, 64), keys)
-        out: Tensor = self.o(torch.einsum("thr,hvr->thv", c, values).flatten(1))
-        return out
+        return self.o(torch.einsum("thr,hvr->thv", c, values).flatten(1))
 
 
 def test_rule_reaches_both_products_of_a_split_projection() -> None:
-    policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "*kv_b*"}, "use": "mxfp8"}]}
+    rules = policy(rule(name="*kv_b*"))
     with torch.no_grad():
-        assert layers(LatentAttention(), torch.randn(40, 256), policy=policy)["kv_b"] == {"mxfp8"}
+        assert layers(LatentAttention(), torch.randn(40, 256), policy=rules)["kv_b"] == {"mxfp8"}
     (report,) = mxcompile.reports()
     assert [gemm.name for gemm in report.gemms] == ["kv_b", "kv_b", "o"]
 
@@ -363,10 +340,8 @@ def test_plain_argument_is_an_error_under_strict_and_a_reason_otherwise(call: An
     assert all(f"{name} fprop: {REASON}" in str(error) for name in names)
     torch._dynamo.reset()
     layers(call, data(), *weights(), strict=False)
-    records = [gemm for gemm in all_gemms() if gemm.name]
-    assert {(gemm.name, gemm.reason, gemm.precision) for gemm in records} == {
-        (name, REASON, "bf16") for name in names
-    }
+    records = {(gemm.name, gemm.reason, gemm.precision) for gemm in all_gemms() if gemm.name}
+    assert records == {(name, REASON, "bf16") for name in names}
 
 
 ARGUMENTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
@@ -389,8 +364,7 @@ def test_parts_of_a_plain_argument_are_an_error_under_strict(way: str) -> None:
 
 
 def test_plain_argument_left_in_bf16_passes_strict_mode() -> None:
-    policy = {"version": 1, "preset": "bf16"}
-    assert layers(feed_forward, data(), *weights(), policy=policy) == {"up": {"bf16"}, "down": {"bf16"}}
+    assert layers(feed_forward, data(), *weights(), policy="bf16") == {"up": {"bf16"}, "down": {"bf16"}}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -409,19 +383,12 @@ def aggregated(x: Tensor, adjacency: Tensor, _: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(ROWS, ROWS), (2, 4, ROWS, ROWS)])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_products_of_activations_are_not_layers(call: Any, shape: tuple[int, ...], gradients: bool) -> None:
-    policy = {"version": 1, "preset": "nvidia"}
     arguments = [torch.randn(shape, requires_grad=gradients and call is attention) for _ in range(3)]
-    assert set().union(*layers(call, *arguments, policy=policy).values()) == {"bf16"}
+    assert set().union(*layers(call, *arguments, policy="nvidia").values()) == {"bf16"}
     assert {gemm.reason for gemm in all_gemms()} <= {"role attn_scores", "role attn_values", "role other"}
 
 
-class Beside(nn.Module):
-    """A layer beside a product of activations."""
-
-    def __init__(self, product: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layer, self.product = nn.Linear(IN, IN), product
-
+class Beside(Made, layer=(IN, IN)):
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.product(self.layer(x), x, *others)
 
@@ -445,20 +412,14 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 def test_arguments_of_a_model_are_activations(product: str, gradients: bool) -> None:
     call, shapes = PRODUCTS[product]
     leaves = [torch.randn(shape, requires_grad=gradients) for shape in shapes]
-    assert layers(Beside(call), *leaves) == {"layer": {"mxfp8"}, "": {"bf16"}}
+    assert layers(Beside(product=call), *leaves) == {"layer": {"mxfp8"}, "": {"bf16"}}
 
 
-class Recurrent(nn.Module):
+class Recurrent(Made, inner=(IN, IN, False), outer=(IN, IN), state=lambda: torch.randn(ROWS, IN)):
     """The state of the last call, a plain attribute, is data where it meets a parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(IN, IN, bias=False), nn.Linear(IN, IN)
-        self.state = torch.randn(ROWS, IN)
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.outer(x) + self.inner(self.state)
-        return out
+        return self.outer(x) + self.inner(self.state)
 
 
 def test_held_tensor_that_a_parameter_multiplies_stays_data() -> None:

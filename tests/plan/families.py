@@ -94,8 +94,7 @@ class Experts(nn.Module):
         kept, which = torch.softmax(self.router(x), dim=-1).topk(2, dim=-1)
         point("routed")
         gates = torch.zeros(*x.shape[:-1], 3).scatter(-1, which, kept).flatten(0, -2)
-        tokens = x.flatten(0, -2).expand(3, -1, -1)
-        y = torch.bmm(F.silu(torch.bmm(tokens, self.up)), self.down)
+        y = torch.bmm(F.silu(torch.bmm(x.flatten(0, -2).expand(3, -1, -1), self.up)), self.down)
         return (y * gates.t().unsqueeze(-1)).sum(0).view_as(x)
 
 
@@ -113,8 +112,7 @@ class Mixer(nn.Module):
         y, gate = self.inner(x).chunk(2, dim=-1)
         y = F.silu(self.conv(y.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
         point("convolved")
-        state = torch.cumsum(F.softplus(self.step(y)) * y, dim=1)
-        return self.out(state * F.silu(gate))
+        return self.out(torch.cumsum(F.softplus(self.step(y)) * y, dim=1) * F.silu(gate))
 
 
 class Block(nn.Module):
@@ -297,8 +295,7 @@ def _moe(_: int) -> Block:
 
 
 def _hybrid(index: int) -> Block:
-    mixer = Attention(causal=True) if index == 1 else Mixer()
-    return Block(_rms, mixer, FeedForward(F.silu, gated=True))
+    return Block(_rms, Attention(causal=True) if index == 1 else Mixer(), FeedForward(F.silu, gated=True))
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -314,6 +311,5 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 
 
 def build(name: str) -> Family:
-    """The same model of the family on every call."""
     torch.manual_seed(0)
     return FAMILIES[name]()

@@ -36,8 +36,7 @@ def sharded(mesh: DeviceMesh, *, sequence: bool) -> Model:
 
     torch.manual_seed(0)
     model = Model()
-    layout = Shard(1) if sequence else Replicate()
-    style = ColwiseParallel(input_layouts=layout, output_layouts=Replicate())
+    style = ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), output_layouts=Replicate())
     parallelize_module(model, mesh, {"head": style})
     return model
 
@@ -80,5 +79,4 @@ def local(grad: Any) -> Tensor:
 
 
 def gradients_of_ways() -> dict[tuple[str, bool], dict[str, Tensor]]:
-    """The results of this rank."""
     return {(way, sequence): gradients(way, sequence) for way in WAYS for sequence in (False, True)}

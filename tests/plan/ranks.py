@@ -17,8 +17,26 @@ from families import LAYERS, WORDS, Attention, Block, Decoder, FeedForward, _rms
 from helpers.fresh import forget
 from helpers.ranks import on_ranks, results, results_of
 from torch import Tensor, nn
+from torch.distributed import checkpoint, pipelining
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from ways import Call, data_parallel, front_door, pending, policy, report_of_all, rows, stacks, whole
 
 STEPS, TOKENS = 2, 8
@@ -59,8 +77,6 @@ def train(model: nn.Module, run: Call) -> list[float]:
 
 
 def shard(model: nn.Module, by_block: bool = True, **how: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
     for block in stacks(model).values() if by_block else ():
         fully_shard(block, **how)
     return fully_shard(model, **how)
@@ -71,8 +87,6 @@ def ddp_buckets(model: nn.Module) -> Call:
 
 
 def ddp_front_door(model: nn.Module) -> Call:
-    from torch.nn.parallel import DistributedDataParallel
-
     return front_door(DistributedDataParallel(model), policy=policy(model))
 
 
@@ -93,43 +107,22 @@ def fsdp2_before(model: nn.Module) -> Call:
 
 
 def fsdp2_offload(model: nn.Module) -> Call:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     return whole(shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)), policy=policy(model))
 
 
 def fsdp2_mixed(model: nn.Module) -> Call:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return whole(shard(model, mp_policy=mixed), policy=policy(model))
 
 
 def fsdp1(model: nn.Module) -> Call:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    decided = policy(model)
-    sharded = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
+    decided, cpu, wrap = policy(model), torch.device("cpu"), ModuleWrapPolicy({Block})
+    sharded = FullyShardedDataParallel(model, auto_wrap_policy=wrap, device_id=cpu, use_orig_params=True)
     return whole(sharded, policy=decided)
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> nn.Module:
     """Tensor parallelism; with `sequence` the norms and residuals are split along the tokens."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )  # fmt: skip
-
     parts: dict[str, Any] = {f"mixer.{name}": ColwiseParallel() for name in "qkv"}
     parts |= {"feed.gate": ColwiseParallel(), "feed.up": ColwiseParallel()}
     joined = {"output_layouts": Shard(1)} if sequence else {}
@@ -155,8 +148,7 @@ def tensor_parallel(model: nn.Module) -> Call:
 
 
 def tensor_parallel_whole(model: nn.Module) -> Call:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return whole(parallelize(model, mesh), policy=policy(model))
+    return whole(parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),))), policy=policy(model))
 
 
 def sequence_parallel(model: nn.Module) -> Call:
@@ -188,8 +180,6 @@ class Stage(nn.Module):
 
 
 def pipeline(model: nn.Module, schedule: str = "ScheduleGPipe") -> Call:
-    from torch.distributed import pipelining
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kept = range(LAYERS)[:1] if rank == 0 else range(LAYERS)[1:]
     decided = policy(model)
@@ -217,9 +207,6 @@ def pipeline_interleaved(model: nn.Module) -> Call:
 
 def checkpointed_run(model: nn.Module) -> Call:
     """Saved after the first step, loaded into a model that is compiled anew, which makes the second."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
     run, steps, folder = fsdp2_blocks(model), [0], "checkpoint"
 
     def call(ids: Tensor) -> Tensor:
@@ -262,5 +249,4 @@ def launch_once(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Pat
 
 
 def launch(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """What `ways` gave on every rank."""
     return on_ranks(ranks, folder, results_of, trained, ways)

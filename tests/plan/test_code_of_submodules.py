@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
 from helpers.reports import EVERYTHING
 from test_left_to_python import WIDTH, batch, step
 from torch import Tensor, nn
@@ -23,13 +24,7 @@ def broken(x: Tensor) -> Tensor:
     return x
 
 
-class Block(nn.Module):
-    def __init__(self, compute: Forward) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.compute = compute
-
+class Block(Made, first=(WIDTH, WIDTH), inner=(WIDTH, WIDTH, False), last=(WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(self, x)
 
@@ -54,7 +49,7 @@ class Stack(nn.Module):
 
     def __init__(self, compute: Forward) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(compute) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(compute=compute) for _ in range(3))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:

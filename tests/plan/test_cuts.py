@@ -26,6 +26,7 @@ from helpers import models
 from helpers.blocks import FeedForward
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.made import Made, calling
 from helpers.reference import noise_db
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
@@ -105,9 +106,8 @@ def follows(whole_model: Uncut, computed: dict[str, Tensor], case: Any) -> None:
     assert {row[0] for row in whole_model.rows - compiled} == {row[0] for row in waiting}, case
     assert {row[3] for row in waiting} <= {"bf16"}, case
     largest = max(value.norm().item() for value in whole_model.values.values())
-    worst = min(
-        (noise_db(whole_model.values[name], computed[name], largest), name) for name in whole_model.values
-    )
+    values = whole_model.values
+    worst = min((noise_db(values[name], computed[name], largest), name) for name in values)
     assert worst[0] > LEAST_DB, f"{case}: {worst}"
 
 
@@ -209,14 +209,7 @@ def test_kernels_of_a_backward_under_compiled_autograd_are_named(compiled: Any):
     assert all("dequantized" in gemm.kernel for gemm in gemms if gemm.precision == "mxfp8")
 
 
-class Recomputing(nn.Module):
-    """Blocks that are compiled each, inside of checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(FeedForward() for _ in range(3))
-        self.head = nn.Linear(64, 32)
-
+class Recomputing(Made, blocks=lambda: nn.ModuleList(FeedForward() for _ in range(3)), head=(64, 32)):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
@@ -233,21 +226,12 @@ def test_checkpoints_around_compiled_blocks_run_backward():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class Logits(nn.Module):
-    """A model of transformers that gives its logits alone."""
-
-    def __init__(self, model: nn.Module, *names: str) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, inputs, strict=True)), return_dict=True).logits
-
-
 def hugging() -> Family:
+    """A model of transformers that gives its logits alone."""
     torch.manual_seed(0)
     case = models.llama(families.LAYERS)
-    return Family(model=Logits(case.model, "input_ids"), inputs=(case.kwargs["input_ids"],))
+    logits = calling(lambda self, ids: self.model(input_ids=ids, return_dict=True).logits, model=case.model)
+    return Family(model=logits, inputs=(case.kwargs["input_ids"],))
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ def test_no_rank_is_given_the_code_of_another(tmp_path: Path, monkeypatch: pytes
     """Torch has one key for all ranks, so the second run would find code of either rank."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     for temperature in ("cold", "warm"):
-        for rank, results in enumerate(
-            on_ranks(gathered_head.RANKS, tmp_path, gathered_head.gradients_of_ways)
-        ):
+        results_of_ranks = on_ranks(gathered_head.RANKS, tmp_path, gathered_head.gradients_of_ways)
+        for rank, results in enumerate(results_of_ranks):
             for (way, sequence), values in results.items():
                 for name, right in results["plain", sequence].items():
                     close = torch.allclose(values[name], right, rtol=1e-4, atol=1e-6)

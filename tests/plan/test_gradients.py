@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.made import Made
 from helpers.reports import EVERYTHING
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,14 +34,8 @@ class Multiply(torch.autograd.Function):
         return grad @ w, grad.t() @ x
 
 
-class Model(nn.Module):
-    """Applies `function` to a hidden state, whose gradient the first layer needs."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layer = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.__dict__["inner"] = function
+class Model(Made, first=(WIDTH, WIDTH), layer=(WIDTH, 2 * WIDTH, False)):
+    """Applies `inner` to a hidden state, whose gradient the first layer needs."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -48,7 +43,7 @@ class Model(nn.Module):
 
 
 def plan_of(function: Any, *, frozen: bool = False) -> Plan:
-    model = Model(function)
+    model = Model(inner=function)
     model.layer.requires_grad_(not frozen)
     return make_plan(model, (torch.randn(3, WIDTH),), {}, table())
 
@@ -113,12 +108,8 @@ def test_plan_made_without_gradients_has_none():
     assert {gemm.gemm for gemm in plan.records(EVERY)} == {"fprop"}
 
 
-class Skipping(nn.Module):
+class Skipping(Made, layers=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))):
     """Runs the layers that `kept` names, or those that a random number picks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
 
     def forward(self, x: Tensor, kept: list[bool] | None = None) -> Tensor:
         for layer, keep in zip(self.layers, kept or torch.rand(6), strict=False):
@@ -129,8 +120,7 @@ class Skipping(nn.Module):
 
 def test_plan_knows_whether_it_is_a_guess():
     kept, x = [True, False, True, True, False, True], torch.randn(3, WIDTH)
-    folded = make_plan(Skipping(), (x, kept), {}, table())
-    assert "recorded once" in folded.guess
+    assert "recorded once" in make_plan(Skipping(), (x, kept), {}, table()).guess
     whole = make_plan(Skipping(), (x, kept), {}, table(), whole=True)
     assert not whole.guess
     assert list(whole.by_name) == ["layers.0", "layers.2", "layers.3", "layers.5"]

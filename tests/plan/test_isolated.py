@@ -161,8 +161,7 @@ def test_write_through_libc_is_refused_in_a_child(tmp_path: Path):
         import ctypes
 
         libc = ctypes.CDLL(None)
-        descriptor = libc.open(bytes(kept), os.O_WRONLY | os.O_APPEND)
-        return int(libc.write(descriptor, b"new", 3))
+        return int(libc.write(libc.open(bytes(kept), os.O_WRONLY | os.O_APPEND), b"new", 3))
 
     assert isolated(forward) == -1
     assert kept.read_text() == "old"

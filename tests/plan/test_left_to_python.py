@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.made import Made
 from helpers.reports import EVERYTHING
 from test_gradients import Multiply
 from torch import Tensor, nn
@@ -59,22 +60,14 @@ class DisabledBackward(Multiply):
     backward = staticmethod(torch._dynamo.disable(Multiply.backward))
 
 
-class Around(nn.Module):
-    """A product of an autograd.Function between two layers."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__()
-        self.function = function
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+class Around(Made, first=(WIDTH, WIDTH), inner=(WIDTH, 2 * WIDTH, False), last=(2 * WIDTH, WIDTH)):
+    """The product of an autograd.Function `function` between two layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.function.apply(self.first(x), self.inner.weight).relu())
 
 
 class Alone(Around):
-    """Nothing but the product."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.function.apply(x, self.inner.weight)
 
@@ -82,7 +75,7 @@ class Alone(Around):
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("function", [WithJvp, DisabledBackward])
 def test_own_backward_left_to_python_is_in_the_report(function: Any, way: Any, messages: Any):
-    step(way(Around(function), policy=EVERYTHING), batch())
+    step(way(Around(function=function), policy=EVERYTHING), batch())
     assert pending() == {("inner", "dgrad"), ("inner", "wgrad")}
     products = {("first", 2), ("inner", 3), ("last", 3)}
     sizes = {"first": WIDTH, "inner": 2 * WIDTH, "last": 2 * WIDTH}
@@ -90,16 +83,11 @@ def test_own_backward_left_to_python_is_in_the_report(function: Any, way: Any, m
     assert report_of_all().summary.flop_share == pytest.approx(1 - 2 * sizes["inner"] / sum(flops.values()))
     assert any("inner (dgrad, wgrad)" in warning for warning in report_of_all().summary.warnings)
     assert [message.endswith(": inner") for message in messages()] == [True]
-    assert "gradients" in raised(Around(function), batch(), way=way, train=True)
+    assert "gradients" in raised(Around(function=function), batch(), way=way, train=True)
 
 
-class Shared(Around):
+class Shared(Around, inner=(WIDTH, WIDTH, False), last=(WIDTH, WIDTH)):
     """A layer has the weight of the product, so compiled code computes some of its gradients."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        super().__init__(function)
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.inner(self.function.apply(self.first(x), self.inner.weight)).relu())
@@ -107,26 +95,26 @@ class Shared(Around):
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_gradient_computed_in_compiled_code_and_outside_is_reported(way: Any, messages: Any):
-    step(way(Shared(WithJvp), policy=EVERYTHING), batch())
+    step(way(Shared(function=WithJvp), policy=EVERYTHING), batch())
     (message,) = messages()
     assert "gradients computed in compiled code and outside of it" in message
     assert message.endswith(": inner")
     assert any(message in warning for warning in report_of_all().summary.warnings)
-    assert "gradients computed" in raised(Shared(WithJvp), batch(), way=way, train=True)
+    assert "gradients computed" in raised(Shared(function=WithJvp), batch(), way=way, train=True)
     with torch.no_grad():
-        way(Shared(WithJvp), policy=EVERYTHING, strict=True)(batch())  # there is no backward
+        way(Shared(function=WithJvp), policy=EVERYTHING, strict=True)(batch())  # there is no backward
 
 
 def test_backward_of_a_function_alone_raises_under_strict():
-    assert "gradients that no compiled graph contains" in raised(Alone(WithJvp), batch(), train=True)
-    raised_without = whole(Alone(WithJvp), policy=EVERYTHING, strict=True)
+    model = Alone(function=WithJvp)
+    assert "gradients that no compiled graph contains" in raised(model, batch(), train=True)
     with torch.no_grad():
-        raised_without(batch())  # there is no backward
+        whole(Alone(function=WithJvp), policy=EVERYTHING, strict=True)(batch())  # there is no backward
 
 
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 def test_training_after_a_call_without_gradients_has_its_backward(first: Any):
-    call = whole(Around(WithJvp), policy=EVERYTHING)
+    call = whole(Around(function=WithJvp), policy=EVERYTHING)
     with first():
         call(batch())
     assert pending() == set()
@@ -134,13 +122,8 @@ def test_training_after_a_call_without_gradients_has_its_backward(first: Any):
     assert pending() == {("inner", "dgrad"), ("inner", "wgrad")}
 
 
-class Loop(Around):
+class Loop(Shared, function=lambda: Multiply):
     """Its inner layer runs with gradients, without, and for an input that needs none."""
-
-    def __init__(self) -> None:
-        super().__init__(Multiply)
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -163,12 +146,10 @@ class Teacher(Around):
         return self.last(x)
 
 
-class Again(Around):
+class Again(
+    Around, layers=lambda: nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))
+):
     """Its layers run in reentrant checkpoints."""
-
-    def __init__(self) -> None:
-        super().__init__(Multiply)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -179,7 +160,7 @@ class Again(Around):
 
 @pytest.mark.parametrize(
     ("make", "way"),
-    [(lambda: Teacher(Multiply), whole), (Again, front_door), (Loop, whole), (Loop, front_door)],
+    [(Teacher, whole), (Again, front_door), (Loop, whole), (Loop, front_door)],
 )
 def test_compiled_or_unused_backwards_pass_strict_mode(make: Any, way: Any, messages: Any):
     step(way(make(), policy=EVERYTHING, strict=True), batch())
@@ -187,12 +168,8 @@ def test_compiled_or_unused_backwards_pass_strict_mode(make: Any, way: Any, mess
     assert messages() == []
 
 
-class Tail(nn.Module):
+class Tail(Made, body=(WIDTH, WIDTH), head=(WIDTH, WIDTH)):
     """Its last layer is in code that Dynamo does not compile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     @torch._dynamo.disable
     def tail(self, x: Tensor) -> Tensor:
@@ -223,12 +200,8 @@ def test_layers_that_ran_outside_raise_without_a_backward(way: Any, messages: An
     assert OUTSIDE in raised(Tail(), batch(), way=way)
 
 
-class Modes(nn.Module):
+class Modes(Made, layer=(WIDTH, WIDTH)):
     """A layer that Dynamo compiles in one mode, and whose frame it gives up in another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, steps: int = 0) -> Tensor:
         for _ in range(steps):
@@ -247,12 +220,8 @@ def test_model_without_compiled_code_warns_and_raises_under_strict(messages: Any
     assert "nothing of Modes was compiled" in raised(Modes(), batch(), 2)
 
 
-class Debugged(nn.Module):
+class Debugged(Made, layers=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))):
     """A flag sends one of its layers where Dynamo compiles nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     @torch._dynamo.disable
     def traced(self, x: Tensor) -> Tensor:
@@ -294,8 +263,6 @@ def test_what_a_later_call_leaves_to_python_is_in_the_report(
 
 
 class Broken(nn.Module):
-    """A graph break that no layer shares."""
-
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return x

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.made import Made
 from helpers.reports import EVERYTHING, all_gemms, precisions
 from torch import Tensor, nn
 
@@ -53,13 +54,10 @@ def of_a_closure(between: Callable[[], None]) -> Callable[[Tensor], Tensor]:
         between()
         return y + student(x)
 
-    compiled: Any = torch.compile(step, backend=EagerBackend(policy=STUDENT))
-    return compiled  # type: ignore[no-any-return]
+    return torch.compile(step, backend=EagerBackend(policy=STUDENT))
 
 
 class Trainer:
-    """Two models in attributes of an object."""
-
     def __init__(self, between: Callable[[], None]) -> None:
         self.teacher, self.student, self.between = mlp(), mlp(), between
 
@@ -70,8 +68,7 @@ class Trainer:
 
 
 def of_attributes(between: Callable[[], None]) -> Callable[[Tensor], Tensor]:
-    compiled: Any = torch.compile(Trainer(between).step, backend=EagerBackend(policy=STUDENT))
-    return compiled  # type: ignore[no-any-return]
+    return torch.compile(Trainer(between).step, backend=EagerBackend(policy=STUDENT))
 
 
 @pytest.mark.parametrize("between", [whole, cut])
@@ -129,18 +126,11 @@ def test_code_after_a_break_is_not_shared_by_models_with_other_rules() -> None:
     assert precisions()["models.1.0"] == {"mxfp8"}
 
 
-class Broken(nn.Module):
-    """Breaks the graph inside its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
-
+class Broken(Made, up=(WIDTH, WIDE), down=(WIDE, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x).relu()
         cut()
-        y: Tensor = self.down(x)
-        return y
+        return self.down(x)
 
 
 def of_a_decorated_function(teacher: nn.Module, student: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -153,8 +143,7 @@ def of_a_decorated_function(teacher: nn.Module, student: nn.Module) -> Callable[
 
     @decorated
     def step(teacher: nn.Module, student: nn.Module, x: Tensor) -> Tensor:
-        y: Tensor = teacher(x) + student(x)
-        return y
+        return teacher(x) + student(x)
 
     compiled = torch.compile(step, backend=EagerBackend(policy=STUDENT, strict=True))
     return lambda x: compiled(teacher, student, x)
@@ -165,8 +154,7 @@ def of_cells(teacher: nn.Module, student: nn.Module) -> Callable[[Tensor], Tenso
         y: Tensor = teacher(x) + student(x)
         return y
 
-    compiled: Any = torch.compile(step, backend=EagerBackend(policy=STUDENT, strict=True))
-    return compiled  # type: ignore[no-any-return]
+    return torch.compile(step, backend=EagerBackend(policy=STUDENT, strict=True))
 
 
 @pytest.mark.parametrize("of", [of_cells, of_a_decorated_function])
@@ -207,8 +195,7 @@ def test_models_of_a_function_that_share_parameters_have_their_own_names() -> No
             y = teacher(x)
         return loss(student(x), y)
 
-    backend = EagerBackend(policy=STUDENT, strict=True)
-    torch.compile(step, backend=backend)(torch.randn(8, WIDTH)).backward()
+    torch.compile(step, backend=EagerBackend(policy=STUDENT, strict=True))(torch.randn(8, WIDTH)).backward()
     expected = {f"teacher.{layer}": {"mxfp8"} for layer in "02"}
     assert precisions() == expected | {f"student.{layer}": {"bf16"} for layer in "02"}
 
@@ -236,8 +223,7 @@ COMPILED: dict[str, Callable[[nn.Module, EagerBackend], Any]] = {
 def test_each_model_that_runs_the_code_of_a_function_has_a_report(way: str) -> None:
     backend, compiles = EagerBackend(policy=EVERYTHING, strict=True), []
     backend.before = compiles.append
-    models = [mlp() for _ in range(3)]
-    for number, model in enumerate(models, 1):
+    for number, model in enumerate([mlp() for _ in range(3)], 1):
         for _ in range(2):
             COMPILED[way](model, backend)(torch.randn(8, WIDTH)).sum().backward()
         names = [{gemm.name for gemm in report.gemms} for report in mxcompile.reports()]
@@ -271,8 +257,5 @@ def test_product_of_two_models_results_has_the_name_of_neither():
 
     torch.compile(similarity, backend=EagerBackend(policy=EVERYTHING))(torch.randn(8, WIDTH))
     (report,) = mxcompile.reports()
-    assert {(gemm.name, gemm.precision) for gemm in report.gemms if gemm.gemm == "fprop"} == {
-        ("left", "mxfp8"),
-        ("right", "mxfp8"),
-        ("", "bf16"),
-    }
+    forward = {(gemm.name, gemm.precision) for gemm in report.gemms if gemm.gemm == "fprop"}
+    assert forward == {("left", "mxfp8"), ("right", "mxfp8"), ("", "bf16")}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.reports import all_gemms
 from torch import Tensor, nn
 
@@ -114,35 +115,27 @@ def test_explain_leaves_the_state_of_a_program_alone(tmp_path):
     assert model.shapes == []
 
 
-def exits() -> None:
-    sys.exit(3)
-
-
-def crashes() -> None:
-    ctypes.string_at(0)
-
-
 def recurses() -> None:
     recurses()
 
 
-def hangs() -> None:
-    time.sleep(3600)
+ENDS = {
+    "exits": lambda: sys.exit(3),
+    "crashes": lambda: ctypes.string_at(0),
+    "recurses": recurses,
+    "hangs": lambda: time.sleep(3600),
+}
 
 
-@pytest.mark.parametrize("end", [exits, crashes, recurses, hangs])
+@pytest.mark.parametrize("end", ENDS)
 def test_a_plan_that_ends_its_process_does_not_end_the_compile(monkeypatch, caplog, end):
     monkeypatch.setattr(isolated, "_IDLE_S", 2)
     parent = os.getpid()
 
-    class Ending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
+    class Ending(Made, first=(64, 64), second=(64, 64)):
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
-            in_child(end)
+            in_child(ENDS[end])
             return self.second(x)
 
     @torch.compiler.disable
@@ -166,7 +159,7 @@ def test_a_child_that_hangs_once_is_started_again(monkeypatch, tmp_path):
     def fork_after_a_lock(function, sink, *, tools):
         is_locked = locked.exists()
         locked.unlink(missing_ok=True)
-        return fork(hangs if is_locked else function, sink, tools=tools)
+        return fork(ENDS["hangs"] if is_locked else function, sink, tools=tools)
 
     monkeypatch.setattr(isolated, "_fork", fork_after_a_lock)
     assert isolated.isolated(lambda: 7) == 7

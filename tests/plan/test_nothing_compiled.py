@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.made import Made
 from helpers.paces import mostly_slow
 from torch import Tensor, nn
 from ways import front_door, pending, report_of_all, rows
@@ -24,11 +25,7 @@ WIDTH = 8
 POLICY = {"version": 1, "rules": [{"match": {"min_m": 1}, "use": "mxfp8"}]}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
+class Block(Made, up=(WIDTH, 2 * WIDTH), down=(2 * WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x).relu())
 
@@ -41,18 +38,12 @@ class Gated(Block):
         return x + self.down(self.up(x).sigmoid())
 
 
-class Model(nn.Module):
+class Model(Made):
     """Runs its parts in turn: modules in lists, in dicts, in lists of lists."""
 
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["order"] = tuple(parts)
-        for name, part in parts.items():
-            self.add_module(name, part)
-
     def forward(self, x: Tensor) -> Tensor:
-        for name in self.order:
-            x = run(getattr(self, name), x)
+        for part in self.children():
+            x = run(part, x)
         return x
 
 
@@ -69,29 +60,16 @@ def run(part: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-class Apart(nn.Module):
+class Apart(Made, first=Block, second=Gated):
     """Only holds others, like a list."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Gated()
 
-
-class OfApart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = Apart()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
+class OfApart(Made, layers=Apart, blocks=lambda: nn.ModuleList([Block(), Block()])):
     def forward(self, x: Tensor) -> Tensor:
         return run(self.blocks, self.layers.second(self.layers.first(x)))
 
 
-class OwnMatrix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
+class OwnMatrix(Made, weight=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH))):
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
 
@@ -203,8 +181,7 @@ def test_functions_and_methods_are_compiled_by_torch_compile():
     block = Block()
     plain = step(block)
     for function in (block.forward, block.run, lambda x: block(x)):
-        compiled = torch.compile(function, backend=EagerBackend(policy=POLICY))
-        assert not torch.equal(step(compiled), plain)
+        assert not torch.equal(step(torch.compile(function, backend=EagerBackend(policy=POLICY))), plain)
         assert {gemm.precision for gemm in report_of_all().gemms} == {"mxfp8"}
         forget()
 
@@ -226,8 +203,7 @@ def test_the_second_model_of_a_class_has_a_report_of_its_own(way: Any, shared: b
     first = rows(report_of_all())
     mxcompile.clear_reports()
     graphs = len(compiles)
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()} if shared else {}
-    second = compiled(copy.deepcopy(model, memo))
+    second = compiled(copy.deepcopy(model, {id(p): p for p in model.parameters()} if shared else {}))
     step(second)
     assert len(compiles) == graphs, "Dynamo runs the code of the first"
     assert rows(report_of_all()) == first

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.reports import EVERYTHING
 from test_left_to_python import WIDTH, batch
 from torch import Tensor, nn
@@ -24,11 +25,7 @@ pytestmark = pytest.mark.usefixtures("messages")
 def scaled(model: nn.Module) -> nn.Module:
     """`model`, each different scale of which is another kind of call."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
+    class Scaled(Made, inner=lambda: model):
         def forward(self, x: Tensor, scale: float) -> Tensor:
             return self.inner(x) * scale
 
@@ -84,12 +81,8 @@ def scale_by(x: Tensor, scale: float) -> Tensor:
     return x * scale
 
 
-class WithHelper(nn.Module):
+class WithHelper(Made, layer=(WIDTH, WIDTH)):
     """Only a function without products is compiled for many kinds of calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.layer(x)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.reports import EVERYTHING
 from test_left_to_python import OUTSIDE, WIDTH, batch, pending, raised, step
 from test_nothing_compiled import Block
@@ -96,12 +97,8 @@ def test_layer_run_outside_is_reported_without_skipped_layers(way: Any, messages
     assert message.endswith(": layers.5.up, layers.5.down")
 
 
-class CutBlock(nn.Module):
+class CutBlock(Made, first=(WIDTH, WIDTH, False), last=(WIDTH, WIDTH)):
     """Dynamo compiles its first layer, and the second one by another graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -204,13 +201,8 @@ def test_repeated_layers_in_compiled_code_pass_strict_mode(way: Any, broken: boo
     assert messages() == []
 
 
-class Probed(nn.Module):
+class Probed(Made, body=(WIDTH, WIDTH), probe=(WIDTH, WIDTH), last=(WIDTH, WIDTH)):
     """A model whose probe has no part in the result: a compile leaves it out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.probe, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.seen: Any = None
 
     def watch(self, x: Tensor) -> None:
         self.probe(x)
@@ -249,19 +241,13 @@ class ProbedList(Probed):
         self.seen = [{"probe": self.probe.forward(x.detach())}]
 
 
-class ProbedBuffer(Probed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("state", torch.zeros(4, WIDTH))
-
+class ProbedBuffer(Probed, state=lambda: nn.Buffer(torch.zeros(4, WIDTH))):
     @torch._dynamo.disable
     def watch(self, x: Tensor) -> None:
         self.state.copy_(self.probe.forward(x).detach())
 
 
 class ProbedArgument(Probed):
-    """Writes to its argument."""
-
     @torch._dynamo.disable
     def watch(self, x: Tensor) -> None:
         x.data.add_(self.probe.forward(x).detach())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.reports import EVERYTHING, all_gemms
 from test_left_to_python import WIDTH, batch
 from torch import Tensor, nn
@@ -47,11 +48,7 @@ class Cut(nn.Module):
         return self.behind(self.python(self.before(x + self.shift)))
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Cut() for _ in range(3))
-
+class Stack(Made, blocks=lambda: nn.ModuleList(Cut() for _ in range(3))):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
@@ -118,13 +115,7 @@ def test_strict_raises_for_a_cut_model_without_a_plan(make: Any, way: Any):
     assert mxcompile.reports() == []
 
 
-class Ragged(nn.Module):
-    """Attention over jagged tensors, which cannot be planned; a graph break cuts it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o, self.last = (nn.Linear(64, 64) for _ in range(5))
-
+class Ragged(Made, q=(64, 64), k=(64, 64), v=(64, 64), o=(64, 64), last=(64, 64)):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attention = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
@@ -137,11 +128,7 @@ def test_strict_raises_for_attention_over_jagged_tensors():
         whole(Ragged(), policy=EVERYTHING, strict=True)(x)
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.behind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Noisy(Made, before=(WIDTH, WIDTH), behind=(WIDTH, WIDTH)):
     def forward(self, x: Tensor, inputs: dict[str, Any]) -> Tensor:
         x = self.before(x)
         torch._dynamo.graph_break()
@@ -155,8 +142,7 @@ def test_arguments_that_cannot_be_copied_do_not_prevent_a_plan(messages: Any):
         "lock": threading.Lock(),
         "words": (word for word in "ab"),
     }
-    result = whole(Noisy(), policy=EVERYTHING, strict=True)(batch(), inputs)
-    assert result.shape == (4, WIDTH)
+    assert whole(Noisy(), policy=EVERYTHING, strict=True)(batch(), inputs).shape == (4, WIDTH)
     assert {gemm.name for gemm in report_of_all().gemms} == {"before", "behind"}
     assert messages() == []
     expected = torch.Generator().manual_seed(3)
@@ -200,5 +186,4 @@ def test_training_step_with_its_optimizer_needs_no_plan():
         return loss.detach()
 
     step(batch())
-    gemms = {gemm.gemm for gemm in all_gemms()}
-    assert gemms == {"fprop", "wgrad"}
+    assert {gemm.gemm for gemm in all_gemms()} == {"fprop", "wgrad"}

@@ -17,6 +17,7 @@ from families import Family
 from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -72,8 +73,7 @@ def values(family: Family, call: Call) -> dict[str, Tensor]:
     """Output and gradients of one step, sharded ones whole, under the user's names."""
     family.model.zero_grad()
     y = call(*family.inputs)
-    weights = torch.linspace(-1, 1, y.numel()).view_as(y)
-    (y * weights).sum().backward()
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
     results = {"output": y.detach().clone()}
     for name, parameter in family.model.named_parameters():
         gradient = parameter.grad
@@ -108,10 +108,9 @@ def front_door(model: nn.Module, **options: Any) -> Call:
 
 
 def buckets(model: nn.Module, **options: Any) -> Call:
-    split = DDPOptimizer(
-        20_000, backend_compile_fn=EagerBackend(**options), first_bucket_cap=20_000
-    ).compile_fn
-    return torch.compile(model, backend=split)
+    backend = EagerBackend(**options)
+    split = DDPOptimizer(20_000, backend_compile_fn=backend, first_bucket_cap=20_000)
+    return torch.compile(model, backend=split.compile_fn)
 
 
 def functional(model: nn.Module, **options: Any) -> Call:
@@ -148,8 +147,6 @@ def sharded(model: nn.Module, **options: Any) -> Call:
 
 
 def sharded_whole(model: nn.Module, **options: Any) -> Call:
-    from torch.distributed.fsdp import fully_shard
-
     return whole(fully_shard(model), **options)
 
 
@@ -158,8 +155,6 @@ def sharded_front_door(model: nn.Module, **options: Any) -> Call:
 
 
 def _shard(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
     for block in stacks(model).values():
         fully_shard(block)
     return fully_shard(model)

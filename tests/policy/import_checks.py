@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mxcompile.policy import Gemm, Layer, Policy, Role
 from mxcompile.policy.importers import Imported, import_policy
 
 
-def imported(text: str, folder: Path, tool: str | None = None, name: str = "config.yaml") -> Imported:
-    """What is made of the file `text`; the file that would be written reads back as the same policy."""
+def imported(source: Any, folder: Path, tool: str | None = None, name: str = "config.yaml") -> Imported:
+    """What is made of a file, a text or data; the file that would be written reads as the same policy."""
     path = folder / name
+    text = source if isinstance(source, str) else yaml.safe_dump(source, sort_keys=False)
     path.write_text(text, encoding="utf-8")
     result = import_policy(path, tool)
     written = folder / "written.yaml"
@@ -32,6 +36,5 @@ def sent(policy: Policy, target: Layer) -> dict[str, str]:
 
 
 def in_mxfp8(policy: Policy, target: Layer) -> set[str]:
-    """The GEMMs of the layer `target` that `policy` sends to MXFP8."""
     decision = policy.decide(target)
     return {str(gemm) for gemm in Gemm if decision.choice(gemm).precision == "mxfp8"}

@@ -36,9 +36,8 @@ def test_there_is_a_file_for_every_format():
 
 @pytest.mark.parametrize("name", FILES)
 def test_import_detects_the_format_from_the_content(name: str, tmp_path: Path):
-    text = yaml.safe_dump(FILES[name])
-    assert imported(text, tmp_path).tool == FORMATS[name].TOOL
-    assert imported(text, tmp_path) == imported(text, tmp_path, name)
+    assert imported(FILES[name], tmp_path).tool == FORMATS[name].TOOL
+    assert imported(FILES[name], tmp_path) == imported(FILES[name], tmp_path, name)
     assert [key for key, module in FORMATS.items() if module.recognises(FILES[name])] == [name]
 
 
@@ -51,10 +50,7 @@ def test_import_of_unknown_format_raises_policy_error(text: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "piece"),
     [
-        (
-            b"s: !!python/object/apply:os.mkdir [made]\n",
-            ":1: the tag !!python/object/apply:os.mkdir is not allowed",
-        ),
+        (b"s: !!python/object/apply:os.mkdir [made]\n", ":1: the tag !!python/object/apply:os.mkdir is not"),
         (b"s: &a [*a]\n", ":1: an alias refers to a value that contains it"),
         (b"#" * 10_000_000, ": a policy has at most 262,144 bytes"),
         (b'{"a": null, "a": null}', ": duplicate key 'a': remove one"),
@@ -74,30 +70,31 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(text: bytes, piece: str, 
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_missing_file_and_an_unknown_format_are_errors(tmp_path: Path):
-    with pytest.raises(PolicyError, match="cannot be read: No such file"):
-        import_policy(tmp_path / "none.yaml")
-    with pytest.raises(
-        PolicyError, match=r"unknown format 'llmcompressor' \(did you mean 'llm-compressor'\?\)"
-    ):
-        import_policy(tmp_path / "none.yaml", "llmcompressor")
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("llmcompressor", r"unknown format 'llmcompressor' \(did you mean 'llm-compressor'\?\)"),
+    ],
+)
+def test_a_missing_file_or_an_unknown_format_is_an_error(tool: str | None, message: str, tmp_path: Path):
+    with pytest.raises(PolicyError, match=message):
+        import_policy(tmp_path / "none.yaml", tool)
 
 
 def test_comments_with_newlines_of_the_source_file_stay_comments(tmp_path: Path):
     section = {**FILES["te"]["s"], "Odd\nversion: 2\n": {"enabled": True}}
-    result = imported(yaml.safe_dump({"s\n# \u2028rules: 5": section}), tmp_path)
+    result = imported({"s\n# \u2028rules: 5": section}, tmp_path)
     assert Policy.load(tmp_path / "written.yaml").to_dict()["version"] == 1
     assert any("is an unknown feature, and is left out" in note for note in result.notes)
 
 
 def test_a_rule_that_others_leave_nothing_is_listed(tmp_path: Path):
     second = {**FILES["te"]["s"], "layers": {"layer_types": ["fc1_proj"]}}
-    result = imported(yaml.safe_dump({**FILES["te"], "t": second}), tmp_path)
+    result = imported({**FILES["te"], "t": second}, tmp_path)
     assert len(result.policy.rules) == 1
-    assert any(
-        "t.layers: never reached: rule 1 of the policy matched all its layers before" in note
-        for note in result.notes
-    )
+    never = "t.layers: never reached: rule 1 of the policy matched all its layers before"
+    assert any(never in note for note in result.notes)
 
 
 def test_import_command_writes_policy_and_lists_entries_left_out(tmp_path: Path, monkeypatch, capsys):
@@ -141,6 +138,6 @@ DATA = st.recursive(
 @example(data={"ignore": True, "config_groups": None}, name="llm-compressor")
 def test_any_data_is_a_policy_or_one_error(data: Any, name: str, tmp_path_factory):
     try:
-        imported(yaml.safe_dump(data), tmp_path_factory.getbasetemp(), name)
+        imported(data, tmp_path_factory.getbasetemp(), name)
     except PolicyError as error:
         assert len(str(error).splitlines()) == 1  # noqa: PT017 - either is right

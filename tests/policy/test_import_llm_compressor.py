@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from import_checks import imported, in_mxfp8, layer, sent
@@ -48,8 +47,7 @@ def test_a_recipe_as_people_have_them(tmp_path: Path):
     for name, module in MODULES:
         kept = name == "lm_head" or "gate" in name or "vision" in name or module == "Conv1D"
         scales = "1x32 rceil" if "_proj" in name and "attn" in name else "channel nearest"
-        formats = sent(result.policy, layer(name, module))
-        assert formats == ({} if kept else {"fprop": f"e4m3 {scales}"}), name
+        assert sent(result.policy, layer(name, module)) == ({} if kept else {"fprop": f"e4m3 {scales}"}), name
     modifier_path = "quant_stage.quant_modifiers.QuantizationModifier"
     assert list(result.notes) == [
         "line 4: quant_stage.quant_modifiers.SmoothQuantModifier: changes weights, not formats",
@@ -93,7 +91,7 @@ LISTS = st.lists(TARGETS, max_size=4, unique=True)
 def test_targets_match_in_the_order_of_compressed_tensors(scheme, other, ignore, tmp_path_factory):
     schemes = {"MXFP8": scheme, "W4A16": other}
     recipe = {"s_stage": {"s_modifiers": {"QuantizationModifier": {"ignore": ignore, "scheme": schemes}}}}
-    result = imported(yaml.safe_dump(recipe), tmp_path_factory.getbasetemp())
+    result = imported(recipe, tmp_path_factory.getbasetemp())
     for name, module in MODULES:
         sent = in_mxfp8(result.policy, layer(name, module)) == {"fprop"}
         assert sent == (scheme_of(name, module, schemes, ignore) == "MXFP8"), name
@@ -117,7 +115,7 @@ def test_every_imported_scheme_becomes_a_rule_or_a_note(
     scheme: str, x: str, notes: list[str], tmp_path: Path
 ):
     settings = {"targets": ["re:.*q_proj"], "scheme": scheme}
-    result = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
+    result = imported({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}, tmp_path)
     assert sent(result.policy, layer("q_proj")) == ({"fprop": x} if x else {})
     assert len(result.notes) == len(notes)
     for note, piece in zip(result.notes, notes, strict=True):
@@ -150,8 +148,7 @@ def test_the_config_of_a_compressed_model(tmp_path: Path):
     }
     result = imported(json.dumps(config, indent="\t"), tmp_path, name="config.json")
     taken = {name for name, module in MODULES if sent(result.policy, layer(name, module))}
-    ignored = {"lm_head", "model.layers.0.mlp.gate", "model.extra"}
-    assert taken == {name for name, _ in MODULES} - ignored
+    assert taken == {name for name, _ in MODULES} - {"lm_head", "model.layers.0.mlp.gate", "model.extra"}
     formats = result.policy.decide(layer("model.extra.up")).fprop.formats
     assert (str(formats.x), str(formats.w)) == ("e4m3 1x128 nearest", "e4m3 128x128 nearest")
     assert [note.partition(": ")[2] for note in result.notes] == [
@@ -163,16 +160,13 @@ def test_the_config_of_a_compressed_model(tmp_path: Path):
 
 
 def test_last_modifier_wins_and_different_ignores_are_noted(tmp_path: Path):
+    ignore = ["lm_head", "a.o_proj"]
     modifiers = {
-        "QuantizationModifier": {
-            "targets": ["re:.*proj"],
-            "scheme": "MXFP8",
-            "ignore": ["lm_head", "a.o_proj"],
-        },
+        "QuantizationModifier": {"targets": ["re:.*proj"], "scheme": "MXFP8", "ignore": ignore},
         "GPTQModifier": {"targets": ["re:.*q_proj"], "scheme": "W4A16", "ignore": ["lm_head"]},
         "AWQModifier": {"duo_scaling": True},
     }
-    result = imported(yaml.safe_dump({"q_stage": {"q_modifiers": modifiers}}, sort_keys=False), tmp_path)
+    result = imported({"q_stage": {"q_modifiers": modifiers}}, tmp_path)
     assert in_mxfp8(result.policy, layer("a.v_proj")) == {"fprop"}
     for name in ("a.q_proj", "a.o_proj", "lm_head"):
         assert in_mxfp8(result.policy, layer(name)) == set()
@@ -182,19 +176,14 @@ def test_last_modifier_wins_and_different_ignores_are_noted(tmp_path: Path):
 
 def test_imported_embedding_targets_are_noted_as_not_gemms(tmp_path: Path):
     settings = {"targets": ["Linear", "Embedding"], "scheme": "MXFP8"}
-    result = imported(
-        yaml.safe_dump({"q_stage": {"q_modifiers": {"QuantizationModifier": settings}}}), tmp_path
-    )
+    result = imported({"q_stage": {"q_modifiers": {"QuantizationModifier": settings}}}, tmp_path)
     assert any("Embedding: a table lookup is not a GEMM" in note for note in result.notes)
     assert result.policy.rules[0].match.module == ("Linear",)
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "no stage": ({"modifiers": 1}, "no modifiers: expected stages"),
-    "a modifier that is none": (
-        {"q_stage": {"q_modifiers": {"X": 1}}},
-        "q_stage.q_modifiers.X: expected a mapping",
-    ),
+    "a modifier that is none": ({"q_stage": {"q_modifiers": {"X": 1}}}, "q_modifiers.X: expected a mapping"),
     "numbers to ignore": (
         {"q_stage": {"q_modifiers": {"GPTQModifier": {"ignore": [1], "scheme": "FP8"}}}},
         "GPTQModifier.ignore: expected names or a list of names, found [1]",
@@ -211,5 +200,5 @@ BROKEN: dict[str, tuple[Any, str]] = {
 def test_a_broken_recipe_is_an_error_with_its_place(name: str, tmp_path: Path):
     data, piece = BROKEN[name]
     with pytest.raises(PolicyError) as caught:
-        imported(yaml.safe_dump(data), tmp_path, "llm-compressor")
+        imported(data, tmp_path, "llm-compressor")
     assert piece in str(caught.value)

@@ -9,16 +9,12 @@ import torch
 from import_checks import imported, layer
 
 from mxcompile.errors import PolicyError
-from mxcompile.policy import Backward, Gemm
+from mxcompile.policy import Gemm
 
 
 def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
-    chosen = policy.decide(layer("model.layers.0.self_attn.q_proj")).choice(gemm)
-    return (
-        {}
-        if chosen.formats is None
-        else {name: str(chosen.formats.operand_format(name)) for name in ("x", "w", "dy")}
-    )
+    chosen = policy.decide(layer("model.layers.0.self_attn.q_proj")).choice(gemm).formats
+    return {name: str(chosen.operand_format(name)) for name in ("x", "w", "dy")} if chosen else {}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +71,7 @@ def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
 def test_recipe_sets_formats_of_each_tensor(tmp_path: Path, text: str, x: str, w: str, dy: str):
     result = imported(text, tmp_path)
     assert formats(result.policy) == {"x": x, "w": w, "dy": dy}
-    kept = formats(result.policy, Gemm.WGRAD) == {}
-    assert kept == ("gw_hp" in text)
+    assert (formats(result.policy, Gemm.WGRAD) == {}) == ("gw_hp" in text)
 
 
 @pytest.mark.parametrize(("flag", "signs"), [("", 0xD7E8), ("disable_rht: true\n", None)])
@@ -111,31 +106,23 @@ PLAIN, TILES = "e2m1 1x16 two-level", "e2m1 16x16 two-level"
     ],
 )
 def test_choices_of_scales_of_nvfp4(tmp_path: Path, fields: str, x: str, w: str):
-    """Of inputs and weights; gradients have neither."""
     result = imported(f"recipe: NVFP4BlockScaling\n{fields}", tmp_path)
     assert formats(result.policy) == {"x": x, "w": w, "dy": f"{PLAIN} stochastic"}
     assert not result.notes
 
 
-def test_gemms_in_high_precision_stay(tmp_path: Path):
-    result = imported(
-        "recipe: Float8BlockScaling\noverride_linear_precision: [false, false, true]\n", tmp_path
-    )
-    assert formats(result.policy)
-    assert not formats(result.policy, Gemm.WGRAD)
-
-
-def test_a_backward_in_high_precision(tmp_path: Path):
-    """What newer recipes say of dgrad and wgrad."""
-    result = imported("recipe: MXFP8BlockScaling\nbackward_override: high_precision\n", tmp_path)
-    assert formats(result.policy, Gemm.FPROP)
-    assert not formats(result.policy, Gemm.DGRAD)
-    assert not formats(result.policy, Gemm.WGRAD)
-    assert not result.notes
-    result = imported("recipe: Float8CurrentScaling\nbackward_override: dequantized\n", tmp_path)
-    assert formats(result.policy, Gemm.FPROP)
-    assert not formats(result.policy)
-    assert result.policy.decide(layer("model.layers.0.self_attn.q_proj")).backward is Backward.DEQUANTIZED
+@pytest.mark.parametrize(
+    ("text", "quantized", "backward"),
+    [
+        ("Float8BlockScaling\noverride_linear_precision: [false, false, true]", "fprop dgrad", "quantized"),
+        ("MXFP8BlockScaling\nbackward_override: high_precision", "fprop", "quantized"),
+        ("Float8CurrentScaling\nbackward_override: dequantized", "fprop", "dequantized"),
+    ],
+)
+def test_gemms_in_high_precision_stay(tmp_path: Path, text: str, quantized: str, backward: str):
+    result = imported(f"recipe: {text}\n", tmp_path)
+    assert [str(gemm) for gemm in Gemm if formats(result.policy, gemm)] == quantized.split()
+    assert str(result.policy.decide(layer("model.layers.0.self_attn.q_proj")).backward) == backward
     assert not result.notes
 
 

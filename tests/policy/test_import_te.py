@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from import_checks import imported, in_mxfp8, layer, sent
 
 from mxcompile.errors import PolicyError
@@ -156,20 +155,16 @@ SELECTORS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layers", SELECTORS, ids=str)
 def test_a_section_is_of_the_layers_it_is_of_there(layers: dict[str, Any], tmp_path: Path):
     features = {"transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-    result = imported(yaml.safe_dump({"s": {"enabled": True, "layers": layers, **features}}), tmp_path)
+    result = imported({"s": {"enabled": True, "layers": layers, **features}}, tmp_path)
     for name in LAYERS:
         assert (in_mxfp8(result.policy, layer(name)) == set()) == selects(layers, name), name
-    together = {*layers} <= {"layer_types", "layer_numbers"}
-    assert len(result.notes) == (0 if together else len(layers) - 1)
+    assert len(result.notes) == (0 if {*layers} <= {"layer_types", "layer_numbers"} else len(layers) - 1)
 
 
 def test_layer_numbers_accept_ranges_and_single_numbers(tmp_path: Path):
     text = DEBUG.replace("layer_types: [fc1, fc2]", "layer_numbers: ['2-11', 23]")
-    kept = [
-        name
-        for name in LAYERS
-        if in_mxfp8(imported(text, tmp_path).policy, layer(name)) == {"fprop", "dgrad"}
-    ]
+    policy = imported(text, tmp_path).policy
+    kept = [name for name in LAYERS if in_mxfp8(policy, layer(name)) == {"fprop", "dgrad"}]
     assert {name.split(".")[1] for name in kept} >= {"2", "3", "11", "23"}
     assert not any(name.startswith("transformer_layer.1.") for name in kept)
 
@@ -196,7 +191,7 @@ def test_emulated_quantization_is_mxfp8_where_both_operands_are(
         {"DisableFP8GEMM": off, "FakeQuantFp8": fake},
     ):
         section = {"enabled": True, "layers": {"layer_types": ["fc1"]}, "transformer_engine": features}
-        result = imported(yaml.safe_dump({"s": section}), tmp_path)
+        result = imported({"s": section}, tmp_path)
         assert in_mxfp8(result.policy, layer("fc1")) == sent
         assert len(result.notes) == (not sent)
 
@@ -207,7 +202,7 @@ def test_two_sections_that_disagree_on_a_format_are_kept_apart(tmp_path: Path):
         {"gemm": "dgrad", "tensors": ["gradient", "weight"], "quant_format": "MXFP8E5M2"},
     ]}  # fmt: skip
     section = {"enabled": True, "layers": {"layer_types": ["fc1"]}, "transformer_engine": {"FakeQuant": fake}}
-    result = imported(yaml.safe_dump({"s": section}), tmp_path)
+    result = imported({"s": section}, tmp_path)
     assert in_mxfp8(result.policy, layer("fc1")) == {"fprop", "wgrad"}
     assert len(result.notes) == 1
     assert "dgrad of gradient in MXFP8E5M2, weight in MXFP8E5M2" in result.notes[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from collections import OrderedDict
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from import_checks import imported, in_mxfp8, layer, sent
 from torch import nn
 
@@ -18,25 +18,24 @@ from mxcompile.errors import PolicyError
 from mxcompile.formats import E4M3, E5M2, Rounding
 
 
-def mx(**settings: Any) -> Any:
-    """torchao's MX configuration."""
-    from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+def ao(module: str = "quantization") -> Any:
+    """A module of torchao, whose import warns."""
+    with warnings.catch_warnings(action="ignore"):
+        return importlib.import_module(f"torchao.{module}")
 
-    return MXDynamicActivationMXWeightConfig(**settings)
+
+def mx(**settings: Any) -> Any:
+    return ao("prototype.mx_formats").MXDynamicActivationMXWeightConfig(**settings)
 
 
 def written(configs: dict[str, Any]) -> str:
     """What torchao writes for `configs`."""
     with warnings.catch_warnings(action="ignore"):
-        from torchao.core.config import config_to_dict
-        from torchao.quantization import FqnToConfig
-
-        return json.dumps(config_to_dict(FqnToConfig(OrderedDict(configs))), indent=1)
+        config = ao().FqnToConfig(OrderedDict(configs))
+        return json.dumps(ao("core.config").config_to_dict(config), indent=1)
 
 
 class Model(nn.Module):
-    """Linear layers two levels deep."""
-
     def __init__(self) -> None:
         super().__init__()
         parts = ("q_proj", "k_proj", "up")
@@ -49,15 +48,11 @@ NAMES = [name for name, module in Model().named_modules() if isinstance(module, 
 
 def quantized(configs: dict[str, bool]) -> set[str]:
     """The layers of `Model` that torchao quantizes; `configs` are FP8 or, if False, null."""
+    ours = OrderedDict((name, ao().Float8WeightOnlyConfig() if on else None) for name, on in configs.items())
+    model = Model().to(torch.bfloat16)
     with warnings.catch_warnings(action="ignore"):
-        from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_
-
-        ours = OrderedDict((name, Float8WeightOnlyConfig() if on else None) for name, on in configs.items())
-        model = Model().to(torch.bfloat16)
-        quantize_(model, FqnToConfig(ours), filter_fn=None)
-    return {
-        n for n, module in model.named_modules() if n in NAMES and type(module.weight) is not nn.Parameter
-    }
+        ao().quantize_(model, ao().FqnToConfig(ours), filter_fn=None)
+    return {name for name in NAMES if type(model.get_submodule(name).weight) is not nn.Parameter}
 
 
 MAPS: list[dict[str, bool]] = [
@@ -101,9 +96,8 @@ def test_the_layers_are_those_that_torchao_quantizes(configs: dict[str, bool], t
 )
 def test_formats_are_those_of_the_mx_configuration(settings: dict[str, Any], elem, rounding, tmp_path: Path):
     if "mode" in settings:
-        from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode
-
-        settings = {"scaling_mode": ScaleCalculationMode[settings["mode"]]}
+        modes = ao("prototype.mx_formats.mx_tensor").ScaleCalculationMode
+        settings = {"scaling_mode": modes[settings["mode"]]}
     result = imported(written({"head": mx(**settings)}), tmp_path, name="config.json")
     decision = result.policy.decide(layer("head")).fprop.formats
     assert (decision.x.elem, decision.w.elem) == (elem, elem)
@@ -121,15 +115,10 @@ def test_formats_are_those_of_the_mx_configuration(settings: dict[str, Any], ele
     ],
 )
 def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_path: Path):
-    with warnings.catch_warnings(action="ignore"):
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig
-        from torchao.quantization import granularity as kinds
-    granularity_type: Any = None if granularity is None else getattr(kinds, granularity)
-    if granularity == "PerBlock":
-        granularity_type = [granularity_type([1, 128]), granularity_type([128, 128])]
-    elif granularity is not None:
-        granularity_type = granularity_type()
-    config = Float8DynamicActivationFloat8WeightConfig(granularity=granularity_type)
+    kind: Any = None if granularity is None else getattr(ao("quantization.granularity"), granularity)
+    if kind is not None:
+        kind = [kind([1, 128]), kind([128, 128])] if granularity == "PerBlock" else kind()
+    config = ao().Float8DynamicActivationFloat8WeightConfig(granularity=kind)
     result = imported(written({"head": config}), tmp_path, name="config.json")
     formats = result.policy.decide(layer("head")).fprop.formats
     assert (str(formats.x), str(formats.w)) == (f"e4m3 {x} nearest", f"e4m3 {w} nearest")
@@ -139,14 +128,9 @@ def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_
 
 def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
     with warnings.catch_warnings(action="ignore"):
-        from torchao.prototype.mx_formats import (
-            NVFP4DynamicActivationNVFP4WeightConfig,
-            NVFP4WeightOnlyConfig,
-        )
-
         configs = {
-            "a": NVFP4DynamicActivationNVFP4WeightConfig(),
-            "b": NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
+            "a": ao("prototype.mx_formats").NVFP4DynamicActivationNVFP4WeightConfig(),
+            "b": ao("prototype.mx_formats").NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
         }
     result = imported(written(configs), tmp_path, name="config.json")
     for name in configs:
@@ -160,16 +144,10 @@ def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
 
 def test_configurations_other_than_mxfp8_are_noted(tmp_path: Path):
     with warnings.catch_warnings(action="ignore"):
-        from torchao.quantization import (
-            Float8DynamicActivationFloat8WeightConfig,
-            Float8WeightOnlyConfig,
-            Int8WeightOnlyConfig,
-        )
-
         configs = {
-            "a": Float8DynamicActivationFloat8WeightConfig(),
-            "b": Float8WeightOnlyConfig(),
-            "c": Int8WeightOnlyConfig(),
+            "a": ao().Float8DynamicActivationFloat8WeightConfig(),
+            "b": ao().Float8WeightOnlyConfig(),
+            "c": ao().Int8WeightOnlyConfig(),
             "d": mx(activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2),
             "e.bias": mx(),
         }
@@ -190,60 +168,50 @@ def test_configurations_other_than_mxfp8_are_noted(tmp_path: Path):
 
 def test_the_config_of_a_model_that_transformers_wrote(tmp_path: Path):
     with warnings.catch_warnings(action="ignore"):
-        from torchao.quantization import FqnToConfig
         from transformers import TorchAoConfig
 
-        config = TorchAoConfig(
-            FqnToConfig(OrderedDict({"re:.*": mx()})), modules_to_not_convert=["layers.1", "head"]
-        )
-        data = json.loads(config.to_json_string(use_diff=False))
-    result = imported(
-        json.dumps({"model_type": "x", "quantization_config": data}), tmp_path, name="config.json"
-    )
+        config = ao().FqnToConfig(OrderedDict({"re:.*": mx()}))
+        config = TorchAoConfig(config, modules_to_not_convert=["layers.1", "head"])
+        data = {"model_type": "x", "quantization_config": json.loads(config.to_json_string(use_diff=False))}
+    result = imported(json.dumps(data), tmp_path, name="config.json")
     sent = {name for name in [*NAMES, "layers.11.up", "lm_head"] if in_mxfp8(result.policy, layer(name))}
     kept = {"layers.1.q_proj", "layers.1.k_proj", "layers.1.up", "head", "lm_head"}
     assert sent == {*NAMES, "layers.11.up"} - kept
 
 
 def test_one_configuration_for_all_linear_layers(tmp_path: Path):
-    with warnings.catch_warnings(action="ignore"):
-        from torchao.core.config import config_to_dict
-    result = imported(json.dumps(config_to_dict(mx())), tmp_path, "torchao", name="config.json")
+    text = json.dumps(ao("core.config").config_to_dict(mx()))
+    result = imported(text, tmp_path, "torchao", name="config.json")
     assert in_mxfp8(result.policy, layer("anything")) == {"fprop"}
     assert in_mxfp8(result.policy, layer("anything", "Conv1D")) == set()
 
 
 def test_yaml_map_of_configurations_is_imported(tmp_path: Path):
     data = {"head": None, "_default": {"_type": "MXFPInferenceConfig", "_data": {"block_size": 32}}}
-    result = imported(yaml.safe_dump(data), tmp_path)
+    result = imported(data, tmp_path)
     assert in_mxfp8(result.policy, layer("head")) == set()
     assert in_mxfp8(result.policy, layer("up")) == {"fprop"}
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "a word for a configuration": (
-        {"_type": "FqnToConfig", "_data": {"fqn_to_config": {"a": "mx"}}},
-        "a mapping of",
+        {"_type": "FqnToConfig", "_data": {"fqn_to_config": {"a": "mx"}}}, "a mapping of",
     ),
     "a configuration of no type": (
-        {"a": {"x": 1}},
-        "a: expected null or a configuration with '_type', found {'x': 1}",
+        {"a": {"x": 1}}, "a: expected null or a configuration with '_type', found {'x': 1}",
     ),
-    "a broken expression": (
-        {"re:(": {"_type": "Int8WeightOnlyConfig"}},
-        "'re:(' is not a regular expression",
-    ),
+    "a broken expression": ({"re:(": {"_type": "Int8WeightOnlyConfig"}}, "'re:(' is not a regular"),
     "a list": ([1], "expected a mapping of names"),
     "words to leave out": (
         {"quant_method": "torchao", "modules_to_not_convert": "head"},
         "modules_to_not_convert: expected a list of names, found 'head'",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_map_is_an_error_with_its_place(name: str, tmp_path: Path):
     data, piece = BROKEN[name]
     with pytest.raises(PolicyError) as caught:
-        imported(yaml.safe_dump(data), tmp_path, "torchao")
+        imported(data, tmp_path, "torchao")
     assert piece in str(caught.value)

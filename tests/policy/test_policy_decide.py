@@ -149,8 +149,7 @@ def test_a_rule_sends_a_matrix_with_a_small_side():
     ],
 )
 def test_blocks_are_counted_from_the_ends(ends: dict[str, int], total: int, numbers: set[int]):
-    indices = [i for i in range(total) if matches({"blocks": ends}, block=Block(i, total))]
-    assert {*indices} == numbers
+    assert {i for i in range(total) if matches({"blocks": ends}, block=Block(i, total))} == numbers
     assert not matches({"blocks": ends}, block=None)
 
 
@@ -270,8 +269,7 @@ def test_first_near_miss_is_reported_despite_a_later_bf16_rule():
 
 
 def test_near_miss_is_reported_only_for_gemms_that_rule_would_send():
-    sent = {"fprop": "mxfp8", "wgrad": "bf16"}
-    rules = policy(rule(sent, role="other", min_k=256), preset="nvidia")
+    rules = policy(rule({"fprop": "mxfp8", "wgrad": "bf16"}, role="other", min_k=256), preset="nvidia")
     assert reasons(rules.decide(layer(role="other", k=48))) == [
         "policy: min_k 256 (k=48)", "role other", "role other",
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mxcompile.cli import main
-from mxcompile.policy import Gemm, Policy, Role, Saved, schema
+from mxcompile.policy import Gemm, Match, Policy, Role, Saved, schema
 from mxcompile.policy.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
@@ -27,11 +27,6 @@ CONFIG = {
     "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 1000, "torch_dtype": "bfloat16",
 }  # fmt: skip
-
-
-def blocks() -> list[tuple[str, str]]:
-    """Kind and text of every fenced block of the page, in order."""
-    return FENCE.findall(PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -79,11 +74,12 @@ def write_if_named(text: str) -> bool:
 @pytest.mark.slow
 def test_code_blocks_of_the_policy_page_run_as_written(folder: Path):
     accepted = PAGE.read_text(encoding="utf-8")
-    for kind, text in blocks():
+    for kind, text in FENCE.findall(accepted):
         match kind:
             case "yaml":
                 if not write_if_named(text):
-                    Policy.load(_file(text))
+                    Path("unnamed.yaml").write_text(text, encoding="utf-8")
+                    Policy.load("unnamed.yaml")
             case "python":
                 exec(compile(text, str(PAGE), "exec"), {})
             case "console":
@@ -100,38 +96,12 @@ def test_code_blocks_of_the_policy_page_run_as_written(folder: Path):
     assert Policy.load("mine.yaml").base == PRESETS["nvidia"]
 
 
-def _file(text: str) -> Path:
-    path = Path("unnamed.yaml")
-    path.write_text(text, encoding="utf-8")
-    return path
+WORDS = {*schema.MATCH, *schema.USE, *schema.TOP, *schema.RULE, *PRESETS, *map(str, (*Role, *Gemm, *Saved))}
+WORDS |= {"e4m3", "e5m2", "rceil", "floor", "ceil", "even", "1x32", "32x32"}
+WORDS |= {"te", "llm-compressor", "torchao"}
 
 
-@pytest.mark.parametrize(
-    "word",
-    sorted(
-        {
-            *schema.MATCH,
-            *schema.USE,
-            *schema.TOP,
-            *schema.RULE,
-            *PRESETS,
-            *map(str, (*Role, *Gemm, *Saved)),
-        }
-        | {
-            "e4m3",
-            "e5m2",
-            "rceil",
-            "floor",
-            "ceil",
-            "even",
-            "1x32",
-            "32x32",
-            "te",
-            "llm-compressor",
-            "torchao",
-        }
-    ),
-)
+@pytest.mark.parametrize("word", sorted(WORDS))
 def test_the_page_has_every_word_of_the_language(word: str):
     assert f"`{word}`" in PAGE.read_text(encoding="utf-8")
 
@@ -147,8 +117,6 @@ def test_name_patterns_of_the_policy_page_match_as_documented():
         "model.layers.[0-3].*": (["model.layers.3.x"], ["model.layers.4.x", "model.layers.33.x"]),
         r"re:.*\.(q|k)_proj": (["a.q_proj", "a.b.k_proj"], ["a.q_proj.b", "q_proj"]),
     }
-    from mxcompile.policy import Match
-
     assert {*facts} <= {*patterns}
     for pattern, (matched, others) in facts.items():
         match = Match(name=(pattern,))

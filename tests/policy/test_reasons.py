@@ -6,8 +6,9 @@ import copy
 import pickle
 
 import pytest
+from helpers.policies import policy, rule
 
-from mxcompile.policy import Code, Layer, Policy, Reason, Role
+from mxcompile.policy import Code, Layer, Reason, Role
 
 
 def test_the_sentence_names_the_facts():
@@ -35,17 +36,12 @@ def test_copied_reason_keeps_code_and_facts(copied):
 
 
 def test_decision_of_a_policy_has_a_code():
-    rules = [
-        {"match": {"name": "a"}, "use": "bf16"},
-        {"match": {"role": "qkv", "min_k": 256}, "use": "mxfp8"},
-    ]
-    policy = Policy.from_dict({"version": 1, "preset": "bf16", "rules": rules})
-
-    def code(name: str, role: Role, k: int) -> tuple[Code, tuple[str, ...]]:
-        reason = policy.decide(Layer(name=name, role=role, module="Linear", m=64, n=64, k=k)).fprop.reason
-        return reason.code, reason.facts
-
-    assert code("a", Role.QKV, 512) == (Code.RULE, ("1",))
-    assert code("b", Role.QKV, 512) == (Code.RULE, ("2",))
-    assert code("b", Role.QKV, 48) == (Code.LIMIT, ("min_k 256 (k=48)",))
-    assert code("b", Role.HEAD, 512) == (Code.PRESET, ("bf16",))
+    rules = policy(rule("bf16", name="a"), rule(role="qkv", min_k=256))
+    for name, role, k, *expected in [
+        ("a", Role.QKV, 512, Code.RULE, "1"),
+        ("b", Role.QKV, 512, Code.RULE, "2"),
+        ("b", Role.QKV, 48, Code.LIMIT, "min_k 256 (k=48)"),
+        ("b", Role.HEAD, 512, Code.PRESET, "bf16"),
+    ]:
+        reason = rules.decide(Layer(name=name, role=role, module="Linear", m=64, n=64, k=k)).fprop.reason
+        assert [reason.code, *reason.facts] == expected

@@ -7,8 +7,9 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from import_checks import layer
 
-from mxcompile.policy import Gemm, Layer, Policy, Role, keeping
+from mxcompile.policy import Gemm, Match, Policy, keeping
 from mxcompile.policy.patterns import literal, searching, starting
 from mxcompile.rules.suggest import meant, respelled
 
@@ -57,8 +58,6 @@ def test_only_the_spelling_of_a_word_is_a_slip(pattern: str, guess: str | None):
 @settings(max_examples=200, deadline=None)
 @given(text=st.text("re:a.*?[]!-", min_size=1, max_size=8), other=st.text("re:a.*?[]!-", max_size=8))
 def test_a_literal_matches_its_text_and_nothing_else(text: str, other: str):
-    from mxcompile.policy import Match
-
     match = Match(name=(literal(text),))
     assert match.names(text)
     assert match.names(other) == (text == other)
@@ -66,12 +65,9 @@ def test_a_literal_matches_its_text_and_nothing_else(text: str, other: str):
 
 def test_a_layer_that_a_watch_keeps_is_named_and_no_other():
     """Whatever its name looks like: a glob, or an expression."""
-    layers = [
-        Layer(name=name, role=Role.QKV, module="Linear", m=64, n=64, k=64) for name in ("re:.*", "b[0]*")
-    ]
-    other = Layer(name="b0", role=Role.QKV, module="Linear", m=64, n=64, k=64)
-    policy = keeping(Policy(), {layer: {Gemm.DGRAD: "why"} for layer in layers}, "kept")
-    assert [policy.decide(layer).dgrad.precision for layer in (*layers, other)] == ["bf16", "bf16", "mxfp8"]
+    layers = [layer(name) for name in ("re:.*", "b[0]*", "b0")]
+    policy = keeping(Policy(), {kept: {Gemm.DGRAD: "why"} for kept in layers[:2]}, "kept")
+    assert [policy.decide(layer).dgrad.precision for layer in layers] == ["bf16", "bf16", "mxfp8"]
 
 
 EXPRESSIONS = [
@@ -79,28 +75,14 @@ EXPRESSIONS = [
     "(?<=b)a", "self_attn.*", "a.*|$", "[.]b", "(?:x)?", "q_proj$|^k", "\\.mlp\\.", "",
     "^self.*", "a\\.*", "fc\\$", "\\\\.*", "(?s)^fc", "[.*]$", ".*+b", ".*?b", "(a|b)$", "[|]*", "(?i:A)",
 ]  # fmt: skip
+WRAPPED_NAMES = [
+    "fc1", "x.fc1.y", "aa", "ba", "ab", "A.B", "a.b", "self_attn", "q_proj", "k", "x.mlp.y", "", "fc",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_a_wrapped_expression_matches_as_the_function_it_was_for(expression: str):
-    from mxcompile.policy import Match, Policy
-
-    names = [
-        "fc1",
-        "x.fc1.y",
-        "aa",
-        "ba",
-        "ab",
-        "A.B",
-        "a.b",
-        "self_attn",
-        "q_proj",
-        "k",
-        "x.mlp.y",
-        "",
-        "fc",
-    ]
     for wrapped, function in ((searching(expression), re.search), (starting(expression), re.match)):
         Policy.from_dict({"version": 1, "rules": [{"match": {"name": wrapped}, "use": "bf16"}]})
-        for name in names:
+        for name in WRAPPED_NAMES:
             assert Match(name=(wrapped,)).names(name) == (function(expression, name) is not None), name

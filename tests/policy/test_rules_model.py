@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,11 @@ def decoder(blocks: int = 4) -> list[Layer]:
 policy = functools.partial(policies.policy, preset="nvidia")
 
 
-def outcome(decider: Policy, target: Layer) -> tuple[object, ...]:
-    decision = decider.decide(target)
-    return (
-        *(decision.choice(gemm).precision for gemm in Gemm),
-        *(decision.choice(gemm).formats for gemm in Gemm),
-        decision.saved,
-    )
+def outcomes(decider: Policy, layers: list[Layer]) -> list[tuple[object, ...]]:
+    return [
+        (*((c.precision, c.formats) for c in map(decision.choice, Gemm)), decision.saved)
+        for decision in map(decider.decide, layers)
+    ]
 
 
 def test_every_layer_is_of_one_rule_or_of_the_preset():
@@ -93,8 +92,7 @@ def test_just_under_is_within_ten_percent(limit: int, near: bool):
 
 def test_just_under_one_limit_and_far_under_another_is_not_near():
     (fit,) = fits(policy(rule(role="ffn_out", min_k=241, min_n=100), preset="bf16"), decoder(1))
-    assert len(fit.missed) == 1
-    assert fit.near == ()
+    assert (len(fit.missed), fit.near) == (1, ())
 
 
 def test_near_miss_is_reported_only_where_it_changes_the_decision():
@@ -137,9 +135,7 @@ def test_starter_policy_decides_as_its_preset(preset: str, tmp_path: Path):
     starter_policy, plain = Policy.load(path), Policy.preset(preset)
     linear = [target for target in layers if target.role not in ATTENTION_PRODUCTS]
     assert starter_policy.base == plain.base
-    assert [outcome(starter_policy, target) for target in linear] == [
-        outcome(plain, target) for target in linear
-    ]
+    assert outcomes(starter_policy, linear) == outcomes(plain, linear)
     assert complaints(starter_policy, layers) == []
     assert all(starter_policy.rule_for(target) is not None for target in linear)
 
@@ -164,27 +160,21 @@ def test_the_suggestion_of_the_starter_is_a_rule_when_its_comment_is_taken_away(
     starter_policy = Policy.from_dict(yaml.safe_load(text))
     assert complaints(starter_policy, decoder()) == []
     kept = {target.name for target in decoder() if starter_policy.rule_for(target) == 0}
-    assert kept == {
-        target.name for target in decoder() if target.name.startswith(("model.layers.0.", "model.layers.3."))
-    }
+    ends = "model.layers.0.", "model.layers.3."
+    assert kept == {target.name for target in decoder() if target.name.startswith(ends)}
 
 
 def test_a_starter_leaves_small_matrices_where_the_preset_leaves_them():
     mixed = [layer("a", "qkv", 64, 64), layer("a.lora_A", "qkv", 8, 64), layer("b.gate", "ffn_in", 4, 64)]
     starter_policy = Policy.from_dict(yaml.safe_load(starter("nvidia", mixed, "m")))
-    preset = Policy.preset("nvidia")
-    assert [outcome(starter_policy, target) for target in mixed] == [
-        outcome(preset, target) for target in mixed
-    ]
+    assert outcomes(starter_policy, mixed) == outcomes(Policy.preset("nvidia"), mixed)
 
 
 def test_just_over_is_within_ten_percent_too():
-    layer_rules = policy(rule(role="ffn_out", max_k=220), preset="bf16")
-    assert complaints(layer_rules, decoder(1)) == [
+    assert complaints(policy(rule(role="ffn_out", max_k=220), preset="bf16"), decoder(1)) == [
         "policy: rule 1 matched no layer: model.layers.0.mlp.down above max_k 220 (k=240)"
     ]
-    near = policy(rule(role=["ffn_out", "qkv"], max_k=220), preset="bf16")
-    assert complaints(near, decoder(1)) == [
+    assert complaints(policy(rule(role=["ffn_out", "qkv"], max_k=220), preset="bf16"), decoder(1)) == [
         "policy: rule 1: model.layers.0.mlp.down above max_k 220 (k=240), just over, and no other rule"
         " decides; raise the limit or add a rule"
     ]
@@ -277,8 +267,7 @@ def test_policy_from_init_passes_check_and_show(model: str, capsys):
     assert "preset nvidia: 0 layers" in printed
 
     use = {"fprop": "mxfp8", "wgrad": "bf16", "weight_block": "32x32", "saved": "bf16"}
-    file = write([rule(use, name="1.up")])
-    assert main(["policy", "show", file, "--model", model]) == 0
+    assert main(["policy", "show", write([rule(use, name="1.up")]), "--model", model]) == 0
     printed = capsys.readouterr().out
     rows = [" ".join(line.split()) for line in printed.splitlines()]
     assert rows[2] == "0,2.up ×2 ffn_in mxfp8 mxfp8 mxfp8 e4m3 1x32 rceil preset nvidia: role ffn_in"
@@ -327,23 +316,15 @@ def test_show_gives_the_reason_of_unsupported_layers():
         )
     ]
     operand = OperandFormat(operand="dy", elem="e5m2", block="1x32", rounding="even")
-    text = decisions(policy(), [*gemms[:1], GemmRecord(**{**fields(gemms[1]), "formats": (operand,)})])
+    text = decisions(policy(), [gemms[0], replace(gemms[1], formats=(operand,))])
     assert "e5m2 1x32 even" in text
     assert "fprop: unsupported dtype" in text
     assert "×2" in decisions(policy(), gemms)
 
 
-def fields(record: GemmRecord) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
 def test_layers_of_a_report_are_those_of_its_forward_gemms():
-    gemms = [
-        GemmRecord(
-            name="a", role="qkv", gemm=gemm, m=1, n=2, k=3, precision="bf16", reason="", module="Linear"
-        )
-        for gemm in ("fprop", "dgrad", "wgrad")
-    ]
+    facts = {"name": "a", "role": "qkv", "m": 1, "n": 2, "k": 3, "precision": "bf16", "module": "Linear"}
+    gemms = [GemmRecord(**facts, reason="", gemm=gemm) for gemm in ("fprop", "dgrad", "wgrad")]
     assert layers_of(gemms) == (Layer(name="a", role=Role.QKV, module="Linear", m=1, n=2, k=3),)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from mxcompile.report import GemmRecord, OperandFormat, Outline, OutlineNode, Part, Report
 
 X, W, DY = (
-    OperandFormat(operand=operand, elem="e4m3", block="1x32", rounding="rceil")
-    for operand in ("x", "w", "dy")
+    OperandFormat(operand=name, elem="e4m3", block="1x32", rounding="rceil") for name in ("x", "w", "dy")
 )
 
 
@@ -23,11 +22,8 @@ def kept(name: str = "lm_head", **changes: Any) -> GemmRecord:
 
 
 def training(name: str, **changes: Any) -> list[GemmRecord]:
-    return [
-        record(name, "fprop", formats=(X, W), **changes),
-        record(name, "dgrad", formats=(DY, W), **changes),
-        record(name, "wgrad", formats=(DY, X), **changes),
-    ]
+    operands = {"fprop": (X, W), "dgrad": (DY, W), "wgrad": (DY, X)}
+    return [record(name, gemm, formats=formats, **changes) for gemm, formats in operands.items()]
 
 
 def report(*gemms: GemmRecord, **part: Any) -> Report:

@@ -15,21 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
+from helpers.policies import policy, rule
 from made_reports import kept, record, report, training
 from torch import nn
 
 import mxcompile
+from mxcompile.cli import main
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import OptionError, PolicyError
 from mxcompile.publish import publish
-from mxcompile.report import FORMS, Ledger, Part, Report, Summary, files
+from mxcompile.report import FORMS, REGISTRY, Ledger, Part, Report, Summary, files
 from mxcompile.report.registry import Registry
 
 
-def step(path: Path | None = None, backend=None) -> None:
+def step(path: Path | None = None) -> None:
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
-    backend = backend or EagerBackend(report=path)
-    torch.compile(model, backend=backend)(torch.randn(4, 64)).sum().backward()
+    torch.compile(model, backend=EagerBackend(report=path))(torch.randn(4, 64)).sum().backward()
 
 
 def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_compiled(tmp_path: Path):
@@ -117,12 +119,10 @@ def test_processes_that_write_one_file_do_not_spoil_it(tmp_path: Path):
         writer.start()
     reads = 0
     while any(writer.is_alive() for writer in writers):
-        prefixes = {gemm.name.split(".")[0] for gemm in Report.load(path).gemms}
-        assert len(prefixes) == 1
+        assert len({gemm.name.split(".")[0] for gemm in Report.load(path).gemms}) == 1
         reads += 1
-    for writer in writers:
         writer.join()
-        assert writer.exitcode == 0
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert reads > 1
     assert [p.name for p in tmp_path.iterdir()] == ["mx.json"]
 
@@ -176,13 +176,8 @@ def test_merged_report_has_the_layers_of_all_stages():
         ("lm_head", "fprop", 1),
     ]
     summary = both.summary
-    assert (summary.num_gemms, summary.graphs, summary.saved_bytes, summary.saved_bytes_bf16) == (
-        7,
-        2,
-        13,
-        24,
-    )
-    assert summary.warnings == ("a", "b")
+    assert (summary.num_gemms, summary.graphs, summary.warnings) == (7, 2, ("a", "b"))
+    assert (summary.saved_bytes, summary.saved_bytes_bf16) == (13, 24)
     assert summary.flop_share == pytest.approx((64 + 32) * 3 / ((64 + 32) * 3 + 32))
     assert len(both.graph) == 2
 
@@ -201,23 +196,17 @@ def test_every_figure_of_a_merged_report_is_a_sum():
 
 def test_compiled_records_of_a_rank_replace_planned_records_of_another():
     plan = [*training("0.up"), *training("1.up")]
-    stages = [
-        Report.from_parts(
-            [Part(gemms=(*training(f"{i}.up", kernel="mm"),))], target="", policy="", planned=plan
-        )
-        for i in range(2)
-    ]
+    parts = [Part(gemms=(*training(f"{i}.up", kernel="mm"),)) for i in range(2)]
+    stages = [Report.from_parts([part], target="", policy="", planned=plan) for part in parts]
     assert [g.kernel for g in stages[1].gemms] == ["not compiled yet"] * 3 + ["mm"] * 3
-    assert stages[1].summary.graphs == 1
-    assert stages[1].summary.flop_share == 0.5
+    assert (stages[1].summary.graphs, stages[1].summary.flop_share) == (1, 0.5)
     assert stages[1].summary.warnings == ("not compiled yet, or run outside of compiled code: 0.up",)
     assert Report.from_json(stages[0].to_json()) == stages[0]
     assert "not compiled yet" in str(stages[0])
     merged = Report.merged([stages[1], stages[0], stages[1]])
     assert [(g.name, g.kernel) for g in merged.gemms] == [(f"{i}.up", "mm") for i in (1, 1, 1, 0, 0, 0)]
     assert merged.summary.warnings == ()
-    halves = Report.merged(stages[:1])
-    assert sum(g.kernel == "not compiled yet" for g in halves.gemms) == 3
+    assert sum(g.kernel == "not compiled yet" for g in Report.merged(stages[:1]).gemms) == 3
 
 
 def test_reports_of_different_things_are_not_merged():
@@ -230,8 +219,6 @@ def test_reports_of_different_things_are_not_merged():
 
 
 def test_merge_command_writes_or_prints_one_report(tmp_path: Path, capsys):
-    from mxcompile.cli import main
-
     paths = [tmp_path / f"mx_{i}.json" for i in range(2)]
     for i, path in enumerate(paths):
         report(*training(f"layers.{i}.up")).save(path)
@@ -243,12 +230,8 @@ def test_merge_command_writes_or_prints_one_report(tmp_path: Path, capsys):
     assert main(["merge", str(paths[0]), str(tmp_path / "no.json")]) == 2
 
 
-class Broken(nn.Module):
+class Broken(Made, a=(64, 64), b=(64, 64), both=(64, 64)):
     """A graph break in the middle, and a layer that both graphs use."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.both = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x):
         y = self.both(self.a(x))
@@ -262,8 +245,7 @@ def counts(report: Report) -> dict[str, int]:
 
 
 def test_the_frames_of_a_model_are_one_report():
-    model = Broken()
-    torch.compile(model, backend=EagerBackend())(torch.randn(4, 64)).sum().backward()
+    torch.compile(Broken(), backend=EagerBackend())(torch.randn(4, 64)).sum().backward()
     (merged,) = mxcompile.reports()
     assert counts(merged) == {"a": 1, "both": 2, "b": 1}
     assert merged.summary.graphs == len(merged.graph) == 2
@@ -271,8 +253,7 @@ def test_the_frames_of_a_model_are_one_report():
 
 
 def test_a_graph_compiled_again_is_counted_once():
-    model = Broken()
-    compiled = torch.compile(model, backend=EagerBackend(), dynamic=False)
+    compiled = torch.compile(Broken(), backend=EagerBackend(), dynamic=False)
     for rows in (4, 5, 6):
         compiled(torch.randn(rows, 64)).sum().backward()
     (merged,) = mxcompile.reports()
@@ -283,20 +264,14 @@ def test_a_graph_compiled_again_is_counted_once():
 
 def test_one_row_stands_beside_many_and_another_precision_beside_the_first():
     """Decode and prefill are graphs of their own, and both run."""
-    model = Broken()
-    few, all_ = {"max_m": 4}, {"name": "*"}
-    rules = [{"match": few, "use": "bf16"}, {"match": all_, "use": "mxfp8"}]
-    policy = {"version": 1, "preset": "bf16", "rules": rules}
-    compiled = torch.compile(model, backend=EagerBackend(policy=policy), dynamic=False)
+    backend = EagerBackend(policy=policy(rule("bf16", max_m=4), rule(name="*")))
+    compiled = torch.compile(Broken(), backend=backend, dynamic=False)
     with torch.no_grad():
         for rows in (8, 9, 3, 1):
             compiled(torch.randn(rows, 64))
     (merged,) = mxcompile.reports()
-    assert [(g.m, g.precision) for g in merged.gemms if g.name == "a"] == [
-        (9, "mxfp8"),
-        (3, "bf16"),
-        (1, "bf16"),
-    ]
+    rows = [(g.m, g.precision) for g in merged.gemms if g.name == "a"]
+    assert rows == [(9, "mxfp8"), (3, "bf16"), (1, "bf16")]
 
 
 def test_models_and_policies_have_reports_of_their_own():
@@ -358,8 +333,6 @@ def test_gather_reports_without_ranks_returns_local_reports():
 
 
 def _stage(rank: int, folder: Path) -> None:
-    from mxcompile.report import REGISTRY
-
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mxcompile.clear_reports()
     ledger = REGISTRY.open(object(), Ledger(target="cpu", policy="p", path=folder / "mx_{rank}.json"))

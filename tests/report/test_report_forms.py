@@ -39,8 +39,7 @@ GEMMS = st.builds(
 @given(gemms=st.lists(GEMMS, max_size=5), policy=LONG, warnings=st.lists(LONG, max_size=2))
 def test_text_is_at_most_120_columns_wide(gemms, policy: str, warnings: list[str]):
     parts = [Part(gemms=tuple(gemms), warnings=tuple(warnings), saved_bytes=1, saved_bytes_bf16=2)]
-    lines = str(Report.from_parts(parts, target="sm_100", policy=policy)).splitlines()
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, str(Report.from_parts(parts, target="sm_100", policy=policy)).splitlines())) <= 120
 
 
 def test_a_long_name_is_whole_on_several_lines():
@@ -68,26 +67,20 @@ def test_the_names_of_deep_models_fit():
 
 def test_the_gemm_that_differs_is_named():
     fprop, dgrad, wgrad = training("a")
-    text = str(report(fprop, dgrad, replace(wgrad, precision="bf16", formats=())))
-    assert "mxfp8; wgrad bf16" in text
+    assert "mxfp8; wgrad bf16" in str(report(fprop, dgrad, replace(wgrad, precision="bf16", formats=())))
 
 
 def test_kernels_whose_formats_do_not_agree_are_rows_of_their_own():
-    text = str(
-        report(record("a", kernel="mm"), record("b", kernel="mm", formats=(replace(X, elem="e5m2"), W)))
-    )
+    other = record("b", kernel="mm", formats=(replace(X, elem="e5m2"), W))
+    text = str(report(record("a", kernel="mm"), other))
     assert "x, w: e4m3 1x32 rceil" in text
     assert "x: e5m2 1x32 rceil; w: e4m3 1x32 rceil" in text
 
 
 def test_estimates_are_labelled_as_not_measured():
-    gemms = [
-        record("a", estimate_us=2.0, estimate_bf16_us=3.0),
-        record("b", estimate_us=4.0, estimate_bf16_us=3.0),
-    ]
+    gemms = [record(name, estimate_us=us, estimate_bf16_us=3.0) for name, us in (("a", 2.0), ("b", 4.0))]
     base = report(*gemms, kept(estimate_us=1.0, estimate_bf16_us=1.0))
-    summary = replace(base.summary, estimate_us=7000.0, estimate_bf16_us=7700.0)
-    text = str(replace(base, summary=summary))
+    text = str(replace(base, summary=replace(base.summary, estimate_us=7000.0, estimate_bf16_us=7700.0)))
     assert "estimate, not measured: matmuls and casts 7 ms, 7.7 ms in BF16 (1.10×)" in text
     assert "warning: estimated slower than in BF16: b (0.75×)\n" in text
     assert re.search(r"^a .* 1\.50×", text, re.MULTILINE)
@@ -95,10 +88,9 @@ def test_estimates_are_labelled_as_not_measured():
 
 
 def test_text_of_a_training_report():
-    gemms = [gemm for i in range(4) for gemm in training(f"layers.{i}.up", kernel="aten.mm")]
     text = str(
         report(
-            *gemms,
+            *[gemm for i in range(4) for gemm in training(f"layers.{i}.up", kernel="aten.mm")],
             kept(kernel="aten.addmm"),
             saved_bytes=3 << 20,
             saved_bytes_bf16=4 << 20,
@@ -135,12 +127,10 @@ def test_operands_of_different_formats_are_listed_separately():
 
 
 def test_layer_run_in_two_precisions_lists_both():
-    gemms = [
-        record(source="a.py:1"),
-        record(source="a.py:1", precision="bf16", reason="role other"),
-    ]
-    assert "bf16/mxfp8" in str(report(*gemms))
-    assert "policy: rule 1; role other" in str(report(*gemms))
+    other = record(source="a.py:1", precision="bf16", reason="role other")
+    text = str(report(record(source="a.py:1"), other))
+    assert "bf16/mxfp8" in text
+    assert "policy: rule 1; role other" in text
 
 
 def test_batched_product_is_shown_with_its_batch_size():
@@ -183,29 +173,24 @@ def markdown(subject: Report) -> str:
 
 def test_markdown_is_github_tables_of_whole_cells():
     name = "model." + "transformer." * 20 + "up"
-    text = markdown(report(*training(name, kernel="aten.mm"), kept()))
-    layer_table, kernel_table = tables(text)
-    assert layer_table[0] == [
-        "layer", "", "role", "m×n×k", "precision", "reason",
-    ]  # fmt: skip
-    assert layer_table[1] == [
-        name, "", "ffn_in", "64×96×32", "mxfp8", "policy: rule 1",
-    ]  # fmt: skip
+    layer_table, kernel_table = tables(markdown(report(*training(name, kernel="aten.mm"), kept())))
+    assert layer_table[:2] == [
+        ["layer", "", "role", "m×n×k", "precision", "reason"],
+        [name, "", "ffn_in", "64×96×32", "mxfp8", "policy: rule 1"],
+    ]
     assert kernel_table[0] == ["precision", "kernel", "formats", "GEMMs", "FLOPs"]
     assert [len(row) for row in layer_table + kernel_table] == [6] * 3 + [5] * 3
 
 
 def test_a_bar_in_a_cell_does_not_split_it():
     layer_table, _ = tables(markdown(report(record("a|b", reason="x || y"))))
-    assert layer_table[1][0] == r"a\|b"
-    assert layer_table[1][-1] == r"x \|\| y"
+    assert (layer_table[1][0], layer_table[1][-1]) == (r"a\|b", r"x \|\| y")
 
 
 def test_markdown_opens_with_a_heading_and_facts():
     lines = markdown(report(kept(), warnings=("one\ntwo",))).splitlines()
     assert lines[0].startswith("### MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (1 GEMM, ")
-    assert lines[1] == ""
-    assert lines[2] == "- 100.0% of the FLOPs stay in BF16: 100.0% role head"
+    assert (lines[1], lines[2]) == ("", "- 100.0% of the FLOPs stay in BF16: 100.0% role head")
     assert lines[3].startswith("- 1 graph, 0 graph breaks")
     assert lines[4:6] == ["- warning: one two", ""]
 
@@ -252,12 +237,12 @@ def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str
 
 def test_report_estimates_the_bytes_of_weights_when_stored():
     """Of 96·32 elements in BF16 to one byte each and one a block of 32."""
-    text = str(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
-    assert "weights of linear layers: 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in text
-    page = to_html(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
-    assert "3.1 KiB as quantize_weights_ would store them" in page
-    text = str(report(kept(), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
-    assert "weights of linear layers: 6.0 KiB\n" in text
+    weights = (("up", 2 * 96 * 32, 2 * 96 * 32),)
+    stored = "3.1 KiB as quantize_weights_ would store them"
+    quantized = report(*training("up"), weights=weights)
+    assert f"weights of linear layers: 6.0 KiB ({stored})\n" in str(quantized)
+    assert stored in to_html(quantized)
+    assert "weights of linear layers: 6.0 KiB\n" in str(report(kept(), weights=weights))
 
 
 def test_more_saved_bytes_than_in_bf16_give_a_warning():

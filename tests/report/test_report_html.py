@@ -88,9 +88,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing(original: Report):
     assert not re.search(r"(?i)https?:|//\w+\.|url\((?!#)|@import|\bfetch\(|XMLHttp|import\(", html)
     for _, attributes in page.elements:
         assert not {"src", "href", "srcset", "action", "data", "xlink:href"} & set(attributes)
-    assert [
-        tag for tag, _ in page.elements if tag in ("link", "img", "iframe", "object", "embed", "base")
-    ] == []
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & {tag for tag, _ in page.elements}
     (policy,) = [meta["content"] for meta in page.of("meta") if meta.get("http-equiv")]
     assert policy is not None
     assert policy.startswith("default-src 'none'")
@@ -98,10 +96,8 @@ def test_the_page_is_well_formed_and_asks_for_nothing(original: Report):
 
 def test_every_gemm_of_every_layer_is_in_it():
     gemms = [gemm for i in range(3) for gemm in training(f"layers.{i}.up", kernel=f"kernel of {i % 2}")]
-    gemms += [
-        kept(kernel="aten.addmm"),
-        record("x.y", m=1234, formats=(X, X), reason="policy: min_k 256 (k=48)"),
-    ]
+    gemms.append(kept(kernel="aten.addmm"))
+    gemms.append(record("x.y", m=1234, formats=(X, X), reason="policy: min_k 256 (k=48)"))
     page = Page(to_html(report(*gemms)))
     assert set(page.texts("li")) == {gemm.name for gemm in gemms}
     cells = page.texts("td") + page.texts("code") + page.texts("span")
@@ -113,26 +109,12 @@ def test_every_gemm_of_every_layer_is_in_it():
 
 
 def test_html_escapes_names_from_the_model():
-    outline = picture()
-    nodes = tuple(
-        dataclasses.replace(
-            node,
-            names=(ATTACK, *node.names),
-            label=ATTACK,
-            detail=ATTACK,
-            shape=ATTACK,
-            role=ATTACK,
-            source=ATTACK,
-        )
-        for node in outline.nodes
-    )
-    attacked = record(
-        ATTACK, role=ATTACK, kernel=ATTACK, module=ATTACK, source=ATTACK, reason=ATTACK,
-        formats=(dataclasses.replace(X, elem=ATTACK),),
-    )  # fmt: skip
+    outline, words = picture(), dict.fromkeys(("label", "detail", "shape", "role", "source"), ATTACK)
+    nodes = tuple(dataclasses.replace(n, names=(ATTACK, *n.names), **words) for n in outline.nodes)
+    words = dict.fromkeys(("role", "kernel", "module", "source", "reason"), ATTACK)
+    attacked = record(ATTACK, formats=(dataclasses.replace(X, elem=ATTACK),), **words)
     part = Part(gemms=(attacked,), outline=dataclasses.replace(outline, nodes=nodes), warnings=(ATTACK,))
-    html = to_html(Report.from_parts([part], target=ATTACK, policy=ATTACK), numerics(ATTACK))
-    page = Page(html)
+    page = Page(to_html(Report.from_parts([part], target=ATTACK, policy=ATTACK), numerics(ATTACK)))
     assert len(page.of("script")) == 1
     assert len(page.of("style")) == 1
     assert page.of("img") == []
@@ -147,8 +129,7 @@ def test_the_picture_has_its_nodes_and_their_details():
     assert [node["data-node"] for node in nodes] == ["0", "1", "2", "3", "4"]
     assert {attrs["data-details"] for attrs in page.of("div") if "data-details" in attrs} == set("01234")
     assert all(node["tabindex"] == "0" and node["role"] == "button" and node["aria-label"] for node in nodes)
-    edges = [attrs["data-edge"] for attrs in page.of("path") if "data-edge" in attrs]
-    assert edges == ["0 1", "1 2", "2 3"]
+    assert [attrs["data-edge"] for attrs in page.of("path") if "data-edge" in attrs] == ["0 1", "1 2", "2 3"]
     assert "model.py:12" in page.texts("span")
     assert page.texts("summary") == ["1 layer", "1 layer"]  # in the table, not in the details again
     tags = page.texts("text")
@@ -159,14 +140,9 @@ def test_the_picture_has_its_nodes_and_their_details():
 def test_the_line_of_source_is_shown(tmp_path: Path):
     (tmp_path / "model.py").write_text("a\n  y = self.up(x) < 1\n")
     (tmp_path / "secret.txt").write_text("a\nsecret\n")
-    html = to_html(
-        report(
-            record("a", source=f"{tmp_path}/model.py:2"),
-            record("b", source=f"{tmp_path}/secret.txt:2"),
-            record("c", source=f"{tmp_path}/model.py:99"),
-            record("d", source="nowhere.py:x"),
-        )
-    )
+    files = {"a": "model.py:2", "b": "secret.txt:2", "c": "model.py:99"}
+    records = [record(name, source=f"{tmp_path}/{file}") for name, file in files.items()]
+    html = to_html(report(*records, record("d", source="nowhere.py:x")))
     assert "<code>y = self.up(x) &lt; 1</code>" in html
     assert ">secret<" not in html
     assert "nowhere.py:x" in html
@@ -174,10 +150,8 @@ def test_the_line_of_source_is_shown(tmp_path: Path):
 
 def test_html_sections_appear_only_with_content():
     bare = to_html(report(kept()))
-    assert 'id="graph"' not in bare
-    assert 'id="numerics"' not in bare
-    assert 'id="estimate"' not in bare
-    assert 'class="warnings"' not in bare
+    for section in ('id="graph"', 'id="numerics"', 'id="estimate"', 'class="warnings"'):
+        assert section not in bare
     full = whole_report()
     summary = dataclasses.replace(full.summary, estimate_us=2000.0, estimate_bf16_us=3000.0)
     gemms = tuple(dataclasses.replace(g, estimate_us=2.0, estimate_bf16_us=1.0) for g in full.gemms)
@@ -196,8 +170,7 @@ def test_the_worst_numerics_come_first():
 
 def test_numerics_are_searched_and_sorted():
     """Every column has a head to sort by, and every row the names to find it by."""
-    html = to_html(whole_report(), numerics())
-    tables = re.findall(r'<div class="searched">.*?</table>', html, re.DOTALL)
+    tables = re.findall(r'<div class="searched">.*?</table>', to_html(whole_report(), numerics()), re.DOTALL)
     assert len(tables) == 3
     for table in tables:
         (head,) = re.findall(r"<thead>.*?</thead>", table, re.DOTALL)
@@ -205,8 +178,7 @@ def test_numerics_are_searched_and_sorted():
         assert head.count("<th ") + head.count("<th>") == head.count("data-sort")
         assert {row.count("<td") for row in rows} == {head.count("data-sort")}
         assert ("data-search" in table) == (len(rows) > 8)
-        names = set(re.findall('data-names="([^"]*)"', table))
-        assert names in ({"layers.0.up"}, {"ffn_in"})
+        assert set(re.findall('data-names="([^"]*)"', table)) in ({"layers.0.up"}, {"ffn_in"})
 
 
 def test_many_graphs_are_not_all_drawn():

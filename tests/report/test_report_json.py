@@ -40,8 +40,7 @@ def test_report_read_from_json_equals_the_written(original: Report):
 
 def test_json_carries_its_schema():
     data = as_json()
-    assert data["schema"] == 1
-    assert data["kind"] == "report"
+    assert (data["schema"], data["kind"]) == (1, "report")
     assert set(data) == {"schema", "kind", "gemms", "summary", "graph"}
     assert data["gemms"][0]["formats"][0] == {
         "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil",
@@ -57,13 +56,8 @@ def test_the_published_schema_is_that_of_the_classes():
 def test_the_words_are_those_of_policies():
     assert set(CHOICES["GemmRecord", "gemm"]) == set(Gemm)
     assert set(CHOICES["GemmRecord", "precision"]) == set(PRECISIONS)
-    assert set(CHOICES["OperandFormat", "rounding"]) == {
-        *map(str, Rounding),
-        "nearest",
-        "pow2",
-        "two-level",
-        STORED,
-    }
+    derivations = {*map(str, Rounding), "nearest", "pow2", "two-level", STORED}
+    assert set(CHOICES["OperandFormat", "rounding"]) == derivations
     rows = [row for row in PRECISIONS.values() if row.quantizes]
     blocks = {None, *(tile for row in rows for tile in row.weight_blocks)}
     operand_formats = [
@@ -136,7 +130,6 @@ def test_a_fault_is_one_error_with_its_place(case: str, tmp_path: Path):
 
 
 def test_keys_of_later_versions_are_passed_over():
-    """A new field does not break the readers there are."""
     data = as_json()
     for level in (data, data["summary"], data["gemms"][0], data["gemms"][0]["formats"][0], data["graph"][0]):
         level["of_a_later_version"] = {"deep": [1, None]}
@@ -187,10 +180,7 @@ def test_json_without_a_required_key_raises(path: str):
         ("[" * 100_000, "nested too deeply"),
         ('{"schema": 1, "schema": 1}', "the key 'schema' twice"),
         ('{"schema": NaN}', "NaN is not a JSON number"),
-        (
-            '{"schema": 1, "gemms": [], "summary": {"pass_time_us": 1e999}}',
-            "$.summary.pass_time_us: expected",
-        ),
+        ('{"schema": 1, "gemms": [], "summary": {"pass_time_us": 1e999}}', "$.summary.pass_time_us: expec"),
         (f'{{"schema": 1, "gemms": [], "summary": {{"graphs": {"9" * 5000}}}}}', "not JSON"),
     ],
 )
@@ -215,10 +205,8 @@ def test_json_with_a_byte_order_mark_loads(tmp_path: Path):
 
 
 def test_json_arrays_are_checked_item_by_item():
-    """A part keeps names beside numbers, and blocks that may be missing; each item is read as what it is."""
-    part = Part(
-        weights=(("fc.weight", 4096, 2),), twins=(("h.1", (1, 12)), ("h.2", None)), histories=((3, 16),)
-    )
+    twins = ("h.1", (1, 12)), ("h.2", None)
+    part = Part(weights=(("fc.weight", 4096, 2),), twins=twins, histories=((3, 16),))
     data = json.loads(json.dumps(dataclasses.asdict(part)))
     assert schema.read(Part, data) == part
     data["weights"][0][1] = "4096"

@@ -22,13 +22,7 @@ def test_flop_share_is_of_multiply_adds():
 
 @pytest.mark.parametrize(
     ("gemms", "share"),
-    [
-        ([], 0.0),
-        ([kept()], 0.0),
-        ([record()], 1.0),
-        ([record(m=0)], 0.0),
-        ([record(m=0), kept()], 0),
-    ],
+    [([], 0), ([kept()], 0), ([record()], 1), ([record(m=0)], 0), ([record(m=0), kept()], 0)],
 )
 def test_flop_share_at_its_ends(gemms: list[GemmRecord], share: float):
     assert report(*gemms).summary.flop_share == share
@@ -70,14 +64,8 @@ def test_figures_of_parts_add_up_in_the_summary():
 
 
 def test_work_is_that_of_training_and_of_all_that_run_the_code():
-    block = Part(
-        gemms=(record("layers.0.up"),),
-        prefix="layers.0",
-        saved_bytes=1,
-        casts=6,
-        wire_bytes=33,
-        wire_bytes_bf16=64,
-    )
+    figures = {"saved_bytes": 1, "casts": 6, "wire_bytes": 33, "wire_bytes_bf16": 64}
+    block = Part(gemms=(record("layers.0.up"),), prefix="layers.0", **figures)
     alone = merged(block)
     assert (alone.casts, alone.wire_bytes, alone.wire_bytes_bf16) == (6, 33, 64)
     evaluation = replace(block, saved_bytes=None, casts=2)
@@ -85,8 +73,7 @@ def test_work_is_that_of_training_and_of_all_that_run_the_code():
     assert merged(evaluation).casts == 2
     shared = replace(block, twins=(("layers.1", None), ("layers.2", None)))
     assert (merged(shared).casts, merged(shared).wire_bytes) == (18, 99)
-    block_of_other = replace(block, gemms=(record("layers.2.up"),), prefix="layers.2")
-    assert merged(shared, block_of_other).casts == 18
+    assert merged(shared, replace(block, gemms=(record("layers.2.up"),), prefix="layers.2")).casts == 18
 
 
 def test_modules_that_share_code_have_the_records_of_every_part_that_they_run():
@@ -145,17 +132,12 @@ def test_graphs_that_run_without_gradients_do_not_count_as_saving_nothing():
 @pytest.mark.parametrize(
     ("num_bytes", "words"),
     [
-        (1, "1 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (5 << 30, "5.0 GiB"),
+        (1, "1 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"),
         (3 << 50, "3072.0 TiB"),
     ],
-)
+)  # fmt: skip
 def test_text_shows_weight_bytes_with_a_unit(num_bytes: int, words: str):
-    text = str(report(weights=(("up", num_bytes, num_bytes),)))
-    assert f"weights of linear layers: {words}\n" in text
+    assert f"weights of linear layers: {words}\n" in str(report(weights=(("up", num_bytes, num_bytes),)))
 
 
 def test_a_graph_without_products_stands():

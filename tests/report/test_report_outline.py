@@ -35,8 +35,7 @@ def test_equal_blocks_become_one_and_an_edge_leads_back():
 
 
 def test_a_block_that_differs_anywhere_stays_whole():
-    outline = folded(chain(*block(0), *block(1, precision="bf16"), *block(2)))
-    assert names(outline) == [
+    assert names(folded(chain(*block(0), *block(1, precision="bf16"), *block(2)))) == [
         ("layers.0.norm", "layers.2.norm"),
         ("layers.0.up", "layers.2.up"),
         ("layers.1.norm",),
@@ -63,8 +62,7 @@ def test_different_blocks_inside_a_block_stay_apart():
 
 
 def test_nodes_of_one_module_in_one_block_stay_apart():
-    sums = [node("glue", f"layers.{i}", label="add") for i in (0, 0, 1, 1)]
-    outline = folded(chain(*sums))
+    outline = folded(chain(*[node("glue", f"layers.{i}", label="add") for i in (0, 0, 1, 1)]))
     assert names(outline) == [("layers.0", "layers.1")] * 2
     assert outline.edges == ((0, 1), (1, 0))
 
@@ -79,10 +77,8 @@ def test_forward_and_backward_fold_by_themselves():
 
 def test_a_picture_has_a_limit_in_each_phase():
     forward = [node("gemm", f"up_{i}") for i in range(MAX_NODES + 5)]
-    backward = [node("gemm", f"up_{i}", phase="backward") for i in range(3)]
-    outline = folded(chain(*forward, *backward))
-    assert len(outline.nodes) == MAX_NODES + 3
-    assert outline.omitted == 5
+    outline = folded(chain(*forward, *[node("gemm", f"up_{i}", phase="backward") for i in range(3)]))
+    assert (len(outline.nodes), outline.omitted) == (MAX_NODES + 3, 5)
     assert all(0 <= end < len(outline.nodes) for edge in outline.edges for end in edge)
 
 

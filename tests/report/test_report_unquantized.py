@@ -10,13 +10,9 @@ OPAQUE = {"m": None, "n": None, "k": None, "role": "other"}
 
 
 def test_little_in_mxfp8_is_explained_by_flops():
-    text = str(
-        report(
-            record("up", m=10, n=10, k=10),
-            kept("stem", m=30, n=10, k=10, reason="convolution 3×3"),
-            kept("head", m=60, n=10, k=10, reason="role head"),
-        )
-    )
+    stem = kept("stem", m=30, n=10, k=10, reason="convolution 3×3")
+    head = kept("head", m=60, n=10, k=10, reason="role head")
+    text = str(report(record("up", m=10, n=10, k=10), stem, head))
     assert "10.0% of matmul FLOPs in MXFP8" in text
     assert "90.0% of the FLOPs stay in BF16: 60.0% role head, 30.0% convolution 3×3" in text
 

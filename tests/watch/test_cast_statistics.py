@@ -91,7 +91,6 @@ def measured(x: Tensor, dim: int, fmt: str) -> Tally:
 def test_every_statistic_equals_a_count_by_hand(
     fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtype: torch.dtype, odd: bool
 ):
-    """Of every format, for both layouts, matrices and batches of them, with NaN and Inf."""
     x, form = drawn(shape, seed, dtype, odd), Format.parse(fmt)
     amax = ops.largest(x) if form.two_level else None
     qdata, scale = encode(x, dim, fmt, *(seeds(fmt) or [None]), 0, None, amax)
@@ -108,7 +107,6 @@ def test_every_statistic_equals_a_count_by_hand(
 @pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("rounding", ["rceil", "floor", "ceil", "even"])
 def test_statistics_equal_a_reference_by_the_ocp_standard(elem: str, rounding: str):
-    """The reference that was written from the standard, on integers, counts the same."""
     x = drawn((9, 70), 3, torch.float32, odd=True)
     elements, scales = quantize(x.numpy(), elem, rounding)
     factors = torch.from_numpy(scales).to(torch.float64).sub(127).exp2().repeat_interleave(32, 1)[:, :70]

@@ -23,7 +23,6 @@ from mxcompile.watch import dump as dumps
 
 
 def test_rows_of_the_largest_magnitudes():
-    """NaN and Inf first, whole rows along the dimension of the contraction."""
     x = torch.arange(24.0).reshape(6, 4)
     x[1, 2], x[3, 0] = math.nan, -math.inf
     values, rows = ops.excerpt(x, -1, 12)
@@ -50,8 +49,7 @@ def run(path: Any, steps: int = 2, **options: Any) -> tuple[nn.Module, list[Tens
     torch.manual_seed(0)
     model, results = nn.Sequential(nn.Linear(40, 72), nn.GELU(), nn.Linear(72, 40)), []
     watch = Watch(path, every=1, **options)
-    backend = EagerBackend(root=model, watch=watch, policy=EVERYTHING)
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch, policy=EVERYTHING))
     for step in range(steps):
         result = compiled(batch(step).requires_grad_())
         result.sum().backward()
@@ -62,7 +60,6 @@ def run(path: Any, steps: int = 2, **options: Any) -> tuple[nn.Module, list[Tens
 
 
 def test_operands_of_the_product_are_in_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Both operands of the GEMM, of the step in which the rule fired; numbers stay the same bits."""
     path = tmp_path / "run.jsonl"
     rule = {"when": {"amax": "> 0"}, "layer": "0", "gemm": "fprop", "operand": "x", "do": "dump"}
     with caplog.at_level(logging.WARNING, "mxcompile.watch"):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from faulty_models import FAULTS, FAULTY, Block, Model, trained
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from watched_models import WIDTH, batch, direction, fully_sharded, tensor_parallel
@@ -23,7 +24,6 @@ RATES = {"stuck": 0.1}
 
 
 def compiled(model: nn.Module, watch: Watch) -> nn.Module:
-    """`model`, its blocks compiled one by one."""
     blocks = model.blocks
     backend = EagerBackend(root=model, parts=tuple(f"blocks.{name}" for name in blocks), watch=watch)
     for block in blocks.values():
@@ -58,12 +58,7 @@ def test_watch_names_the_fault_on_one_rank(fault: str, tmp_path: Path):
 def test_an_inf_in_one_expert(tmp_path: Path):
     """Of a mixture whose experts are modules, the expert is named."""
 
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(WIDTH, 3)
-            self.experts = nn.ModuleList(Block() for _ in range(3))
-
+    class Mixture(Made, gate=(WIDTH, 3), experts=lambda: nn.ModuleList(Block() for _ in range(3))):
         def forward(self, x: Tensor) -> Tensor:
             shares = self.gate(x).softmax(-1)
             results = [expert(x) for expert in self.experts]
@@ -87,7 +82,6 @@ def pipeline(model: Model) -> Model:
 
 
 def step_of(model: nn.Module, wrap: Any, step: int) -> None:
-    """One step of training."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     if wrap is not pipeline:
         shard = step * dist.get_world_size() + (rank if wrap is fully_sharded else 0)

@@ -46,7 +46,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", mostly_slow(FAULTS, "weight", "loss"))
 def test_nonfinite_stop_names_the_first_operand(fault: str):
-    """Of a weight, the input, an overflow and the loss; the optimizer has not stepped."""
     inject, operand, origin = FAULTS[fault]
     model, records = Model(), []
     watch = Watch(records.append, every=None, nonfinite="stop")
@@ -75,8 +74,7 @@ def test_overflow_of_a_watched_product_is_named():
     compiled(outlier(model).requires_grad_()).sum().backward()
     watch.close()
     (record,) = records
-    operand = record["layer"], record["gemm"], record["operand"]
-    assert operand == ("blocks.0.down", "fprop", "y")
+    assert (record["layer"], record["gemm"], record["operand"]) == ("blocks.0.down", "fprop", "y")
     assert record["origin"] == "first in the product, whose operands are finite"
 
 

@@ -100,7 +100,6 @@ def test_unmatched_watch_rule_gives_a_single_warning(caplog: pytest.LogCaptureFi
 
 
 def test_a_run_warns_and_stops(caplog: pytest.LogCaptureFixture):
-    """The rule that stops does so before the optimizer has changed a weight, after the sample is written."""
     model, records = Model(), []
     rules = [
         {"when": {"amax": "> 100"}, "layer": "blocks.0.up", "gemm": "fprop", "operand": "x"},
@@ -184,8 +183,7 @@ def test_a_rule_puts_a_gemm_into_bf16(tmp_path: Path, caplog: pytest.LogCaptureF
     assert ("blocks.1.down", "dgrad") not in keys
     assert ("blocks.1.down", "wgrad") in keys
     assert len(caplog.messages) == 1
-    policy = mxcompile.Policy.load(tmp_path / "run.policy.yaml")
-    restarted = fallback_run(model, 4, policy=policy)
+    restarted = fallback_run(model, 4, policy=mxcompile.Policy.load(tmp_path / "run.policy.yaml"))
     plain = fallback_run(model, 4, policy=POLICY)
     count = len(results) // 4
     assert all(map(torch.equal, results[: 2 * count], plain[: 2 * count]))
@@ -210,8 +208,7 @@ def test_blocks_compiled_one_by_one(tmp_path: Path):
     assert kept == [("blocks.1.down", "dgrad")]
     assert len(report.gemms) == 12
     last = [record for record in read(tmp_path / "run.jsonl") if record["kind"] == "sample"][-1]
-    keys = {(row["layer"], row["gemm"]) for row in last["rows"]}
-    assert len(keys) == 11
+    assert len({(row["layer"], row["gemm"]) for row in last["rows"]}) == 11
 
 
 def test_a_policy_that_cannot_be_written_ends_no_run(caplog: pytest.LogCaptureFixture):

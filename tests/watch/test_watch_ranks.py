@@ -76,7 +76,6 @@ def sample(amax: float) -> ranks.Sample:
 
 
 def test_first_rank_joins_samples_of_all_other_ranks(monkeypatch: pytest.MonkeyPatch):
-    """Sums and maxima of two ranks; one that sends nothing is left out, with one warning."""
     rank, written, warned, reports = Place(monkeypatch), [], [], []
     first, second = (
         ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of), reports.append)
@@ -129,7 +128,6 @@ def test_all_ranks_receive_the_rules_that_fired(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [data_parallel, fully_sharded], ids=lambda wrap: wrap.__name__)
 def test_data_parallel_sample_counts_tokens_of_both_ranks(wrap: Any, tmp_path: Path):
-    """Rows count the tokens of both ranks; the file is one rank's."""
     sampled = two_ranks(wrap, tmp_path)
     assert [*sampled] == [0, 2]
     assert {*sampled[0]} == {*keys()}
@@ -147,7 +145,6 @@ def test_data_parallel_sample_counts_tokens_of_both_ranks(wrap: Any, tmp_path: P
 
 @pytest.mark.slow
 def test_tensor_parallel_sample_counts_shards_as_one_weight(tmp_path: Path):
-    """A weight's shards are one weight, under the name of the whole layer."""
     sampled = two_ranks(tensor_parallel, tmp_path)
     torch.manual_seed(0)
     weight = Model().blocks[0].up.weight.detach()
@@ -159,6 +156,5 @@ def test_tensor_parallel_sample_counts_shards_as_one_weight(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_rank_without_layers_is_not_waited_for_twice(tmp_path: Path):
-    sampled = two_ranks(one_rank_alone, tmp_path)
-    assert [*sampled] == [0, 2]
+    assert [*two_ranks(one_rank_alone, tmp_path)] == [0, 2]
     assert senders(tmp_path) == {1}

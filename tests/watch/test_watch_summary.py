@@ -107,7 +107,6 @@ def test_a_run_that_met_nan(file: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_page_holds_all_numbers(file: Path, tmp_path: Path):
-    """Without reading another file; a name cannot end the script."""
     page = tmp_path / "watch.html"
     assert main(["watch", str(file), "-o", str(page)]) == 0
     text = page.read_text(encoding="utf-8")

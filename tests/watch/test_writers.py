@@ -55,7 +55,6 @@ def kill_again_and_again(
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_writer_keeps_every_written_record(kills: int, tmp_path: Path):
-    """Every record that was written is in the file, once and complete, and each run goes on in it."""
     path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("fork")
     pauses = [random.Random(kill).uniform(0.0, 0.05) for kill in range(kills)]
     for acknowledged in kill_again_and_again(processes, write_until_killed, path, pauses):
@@ -73,8 +72,7 @@ def train_until_killed(path: Path, first: int, connection: Any) -> None:
     """Tells the number of each step when its optimizer has stepped."""
     torch.set_num_threads(1)
     model = Model()
-    watch = Watch(path, every=1, first=first)
-    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=Watch(path, every=1, first=first)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in itertools.count(first):
         compiled(batch(step).requires_grad_()).square().mean().backward()
@@ -85,7 +83,6 @@ def train_until_killed(path: Path, first: int, connection: Any) -> None:
 
 @pytest.mark.slow
 def test_training_that_is_killed_at_random(tmp_path: Path):
-    """The sample of every step that was made is in the file, complete, and each run goes on in it."""
     path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("spawn")
     pauses = [random.Random(kill).uniform(0.0, 0.3) for kill in range(KILLS)]
     for acknowledged in kill_again_and_again(processes, train_until_killed, path, pauses):
@@ -111,8 +108,6 @@ def test_writer_creates_missing_folders(tmp_path: Path):
 
 
 def test_each_failing_writer_gives_a_single_warning(caplog: pytest.LogCaptureFixture):
-    """Training goes on, and other writers get their records."""
-
     def broken(record: object) -> None:
         raise RuntimeError("no space")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.made import Made
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,12 +21,7 @@ OPERANDS = {(gemm, operand) for gemm, both in (("fprop", "xw"), ("dgrad", "dw"),
             for operand in (letter.replace("d", "dy") for letter in both)}  # fmt: skip
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)
-
+class Block(Made, norm=lambda: nn.LayerNorm(WIDTH), up=(WIDTH, FFN), down=(FFN, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
@@ -48,7 +44,6 @@ class Model(nn.Module):
 
 
 def fully_sharded(model: Any) -> nn.Module:
-    """`model`, which has `blocks`, under FSDP2."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks.children():
@@ -83,7 +78,6 @@ def train(
     dtype: torch.dtype = torch.float32,
     rate: float = 0.1,
 ) -> list[Tensor]:
-    """Losses of all calls and gradients of all steps."""
     optimizer, results = torch.optim.SGD(model.parameters(), lr=rate), []
     for step in range(steps):
         for part in range(micro):
