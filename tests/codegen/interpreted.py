@@ -22,13 +22,8 @@ def interpret(folder: Path, inputs: Sequence[Tensor], gradient: Tensor | None = 
     torch.save(list(inputs), folder / "inputs.pt")
     torch.save(gradient, folder / "gradient.pt")
     paths = [str(HERE.parent / "triton_interpreter"), str(HERE.parent), *sys.path]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run_interpreted.py"), str(folder)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, str(HERE / "run_interpreted.py"), str(folder)]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     return torch.load(folder / "results.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.written import Written
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
@@ -18,46 +19,42 @@ HEADS, LENGTH, HEAD = 4, 256, 64
 PRODUCT = 2 * HEADS * LENGTH**2 * HEAD
 
 
-class Attention(nn.Module):
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), device="meta", dtype=torch.bfloat16))
-        self.causal = causal
+def _launches(
+    target, *, causal=True, mask=None, head=HEAD, length=LENGTH, wrap=lambda model: model, **options
+):
+    def attend(model: Written, q: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = q * model.scale
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=causal)
 
-    def forward(self, q: Tensor, mask: Tensor | None = None) -> Tensor:
-        q = q * self.scale
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=self.causal)
+    model = Written(attend, scale=nn.Parameter(torch.ones((), device="meta", dtype=torch.bfloat16)))
+    q = torch.empty(1, HEADS, length, head, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    masks = () if mask is None else (torch.empty(mask, device="meta", dtype=torch.bfloat16),)
+    return mxcompile.codegen(wrap(model), q, *masks, target=target, policy="bf16", **options).launches
 
 
-def _launches(target, *, causal=True, mask=None, head=HEAD, wrap=lambda model: model, **options):
-    q = torch.empty(1, HEADS, LENGTH, head, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    masks = () if mask is None else (mask,)
-    result = mxcompile.codegen(wrap(Attention(causal)), q, *masks, target=target, policy="bf16", **options)
-    return [launch for launch in result.launches if launch.kind == "attention"]
+def _attentions(target, **how):
+    return [launch for launch in _launches(target, **how) if launch.kind == "attention"]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_flops_halve_under_causal_mask(causal):
     """Two products forward, five backward, which computes the scores again; half of each under the mask."""
-    forward, backward = _launches("sm_80", causal=causal)
+    forward, backward = _attentions("sm_80", causal=causal)
     half = 0.5 if causal else 1.0
     assert (forward.flops, backward.flops) == (2 * half * PRODUCT, 5 * half * PRODUCT)
 
 
 def test_a_checkpointed_attention_runs_again_in_backward():
-    forward, recomputed, backward = _launches("sm_100", wrap=checkpoint_wrapper)
-    assert (recomputed.phase, backward.phase) == ("backward", "backward")
-    assert (recomputed.kernel, recomputed.flops, recomputed.work.product) == (
-        forward.kernel,
-        forward.flops,
-        "cudnn",
-    )
-    assert backward.work.product == "cudnn_backward"
+    forward, *others = _attentions("sm_100", wrap=checkpoint_wrapper)
+    assert [(launch.phase, launch.work.product) for launch in others] == [
+        ("backward", "cudnn"), ("backward", "cudnn_backward"),
+    ]  # fmt: skip
+    assert (others[0].kernel, others[0].flops) == (forward.kernel, forward.flops)
 
 
 def test_the_rate_is_attentions_in_bf16():
     """A name with "scaled" in it is no FP8 product."""
-    forward, backward = _launches("sm_80")
+    forward, backward = _attentions("sm_80")
     assert (forward.work.product, backward.work.product) == ("flash", "flash_backward")
     peak, rates = TARGETS["sm_80"].peak, Rates.for_target(TARGETS["sm_80"])
     for launch in (forward, backward):
@@ -78,7 +75,7 @@ def test_the_rate_is_attentions_in_bf16():
     ],
 )
 def test_attention_takes_the_backend_of_pytorch(target, options, operator):
-    forward, backward = _launches(target, **options)
+    forward, backward = _attentions(target, **options)
     name = f"torch.ops.aten._scaled_dot_product_{operator}_attention"
     assert forward.kernel.startswith(name)
     assert backward.kernel.startswith(f"{name}_backward")
@@ -86,17 +83,14 @@ def test_attention_takes_the_backend_of_pytorch(target, options, operator):
 
 
 def test_attention_with_mask_takes_the_efficient_backend():
-    mask = torch.empty(LENGTH, LENGTH, device="meta", dtype=torch.bfloat16)
-    forward, _ = _launches("sm_100", causal=False, mask=mask)
+    forward, _ = _attentions("sm_100", causal=False, mask=(LENGTH, LENGTH))
     assert forward.work.product == "efficient"
 
 
 def test_kernel_that_prepares_a_mask_is_not_attention():
     """A kernel of Inductor has the name of the operator that it works for."""
     length = LENGTH - 2
-    q = torch.empty(1, HEADS, length, HEAD, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    mask = torch.empty(length, length, device="meta", dtype=torch.bfloat16)
-    launches = mxcompile.codegen(Attention(False), q, mask, target="sm_100", policy="bf16").launches
+    launches = _launches("sm_100", causal=False, length=length, mask=(length, length))
     named = [launch for launch in launches if "attention" in launch.kernel]
     assert [launch.generated for launch in named if launch.kind == "attention"] == [False, False]
     assert [launch.kind for launch in named if launch.generated] == ["rest"]

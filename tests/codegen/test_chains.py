@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from fake_timing import fastest
-from torch import Tensor, nn
-
-import mxcompile
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(512, 512, bias=False, dtype=torch.bfloat16) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+from generating import generate
+from torch import nn
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "preset"), [("sm_100", "mxfp8"), ("sm_90", "fp8")])
 def test_the_cast_of_a_products_result_is_a_kernel_of_its_own(target: str, preset: str):
     """It reads BF16 and writes codes and scales; the product before it stores nothing but BF16."""
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": preset}]}
-    x = torch.randn(512, 512, dtype=torch.bfloat16)
-    result = mxcompile.codegen(Chain(), x, target=target, policy=policy, training=False)
+    chain = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+    result = generate(chain, (512, 512), target=target, use=preset)
     assert not result.problems
     first, second = (index for index, launch in enumerate(result.launches) if launch.kind == "product")
     between = result.launches[first + 1 : second]
@@ -35,24 +23,13 @@ def test_the_cast_of_a_products_result_is_a_kernel_of_its_own(target: str, prese
     assert {gemm.precision for gemm in result.report.gemms} == {preset}
 
 
-class Ffn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(512, 1024, dtype=torch.bfloat16)
-        self.down = nn.Linear(1024, 512, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
-
-
 @pytest.mark.slow
 def test_a_product_writes_fp8_where_the_scale_is_known_and_inductor_multiplies():
     """Serving with delayed scales, autotuned: activation and cast end Inductor's own product."""
-    x = torch.randn(256, 512, dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(approximate="tanh"), nn.Linear(1024, 512, bias=False))
     use = {"precision": "fp8", "scaling": "delayed"}
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
     with fastest(lambda name, _: "scaled_mm" not in name):
-        result = mxcompile.codegen(Ffn(), x, target="sm_90", policy=policy, training=False)
+        result = generate(model, (256, 512), target="sm_90", use=use)
     assert not result.problems
     up, _ = (launch for launch in result.launches if launch.kind == "product")
     assert "mx.cast.default" in up.operators

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from types import SimpleNamespace
 
-import mxcompile
+import pytest
+from generating import generate
+from helpers.written import Written
+
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import binary
 from mxcompile.offline.binary import Binary
-
-
-class _Config:
-    num_stages = 1
-
-    def __init__(self, **kwargs) -> None:
-        self.kwargs = kwargs
-
-
-class _Tuner:
-    def __init__(self, *configs) -> None:
-        self.configs = configs
 
 
 @pytest.fixture
@@ -28,16 +18,16 @@ def compiled(monkeypatch):
     """Function of configurations, each (its time, whether it lacks resources) → the binary that is taken."""
 
     def compile_all(*configs):
-        tuner = _Tuner(*(_Config(time=time, lacks=lacks, NUM_STAGES=2) for time, lacks in configs))
-        monkeypatch.setattr(binary.PyCodeCache, "load", lambda source: type("Module", (), {"kernel": tuner}))
-        monkeypatch.setattr(
-            binary,
-            "_compiled",
-            lambda name, tuner, config, target: Binary(
-                settings=config.kwargs,
-                problems=("too large",) if config.kwargs["lacks"] and config.kwargs["NUM_STAGES"] > 1 else (),
-            ),
+        def compiled_as(name, tuner, config, target):
+            too_large = config.kwargs["lacks"] and config.kwargs["NUM_STAGES"] > 1
+            return Binary(settings=config.kwargs, problems=("too large",) if too_large else ())
+
+        settings = [{"time": time, "lacks": lacks, "NUM_STAGES": 2} for time, lacks in configs]
+        tuner = SimpleNamespace(
+            configs=[SimpleNamespace(num_stages=1, kwargs=setting) for setting in settings]
         )
+        monkeypatch.setattr(binary.PyCodeCache, "load", lambda source: SimpleNamespace(kernel=tuner))
+        monkeypatch.setattr(binary, "_compiled", compiled_as)
         return binary.cross_compile("kernel", "", TARGETS["sm_100"], lambda program: program.settings["time"])
 
     return compile_all
@@ -57,16 +47,10 @@ def test_the_least_time_of_those_that_fit(compiled, configs, time, stages):
     assert not chosen.problems
 
 
-class Blocks(torch.nn.Module):
-    """Largest magnitudes of blocks of 32, which Inductor times four ways."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.view(-1, 128, 32).abs().amax(-1) + 1).log2().floor()
-
-
 def test_blocks_are_not_reduced_one_a_program():
-    x = torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16)
-    result = mxcompile.codegen(Blocks(), x, target="sm_100", training=False, policy="bf16")
+    """Largest magnitudes of blocks of 32, which Inductor times four ways."""
+    blocks = Written(lambda _, x: (x.view(-1, 128, 32).abs().amax(-1) + 1).log2().floor())
+    result = generate(blocks, (4096, 4096), policy="bf16")
     (launch,) = result.launches
     assert result.kernel(launch).binary.num_configs > 1
     assert launch.estimate.us <= 2 * launch.estimate.memory_us + launch.estimate.launch_us

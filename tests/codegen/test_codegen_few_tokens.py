@@ -41,12 +41,10 @@ def test_no_activation_is_cast_on_its_own(target):
 def test_the_instruction_is_native_and_nothing_spills(target):
     result = _generate(target)
     assert result.problems == ()
-    for launch in result.launches:
-        if _quantizes(launch):
-            binary = result.kernel(launch).binary
-            assert binary.mma
-            assert all(name.startswith(MMA[target]) for name in binary.mma)
-            assert binary.spill_bytes == 0
+    for binary in (result.kernel(launch).binary for launch in result.launches if _quantizes(launch)):
+        assert binary.mma
+        assert all(name.startswith(MMA[target]) for name in binary.mma)
+        assert binary.spill_bytes == 0
 
 
 def test_records_of_few_tokens_name_the_fused_kernel():

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from generating import assert_clean, generate
 from helpers.casts import casts_both, multiplies_scaled
 from helpers.needs import ADDED_RESIDUALS, PAIRS_OF_BF16
 from helpers.paces import mostly_slow
+from helpers.policies import every
+from helpers.written import Written
 
-import mxcompile
 from mxcompile.lowering.targets import TARGETS
 
-HYBRID = {
-    "version": 1,
-    "preset": "hybrid",
-    "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", "grad_dtype": "e5m2"}}],
-}
+HYBRID = every({"precision": "mxfp8", "grad_dtype": "e5m2"}, preset="hybrid")
 
 MMA = {
     "sm_100": "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
@@ -50,8 +48,7 @@ def test_every_chosen_gemm_is_on_the_native_instruction(generated, target, train
 def test_nothing_spills_and_everything_fits(generated, target, training):
     result = generated(target, training)
     assert result.problems == ()
-    spilling = {k.name: k.binary.spill_bytes for k in result.kernels if k.binary.mma and k.binary.spill_bytes}
-    assert spilling == {}
+    assert not [kernel.spill for kernel in result.spilling if kernel.binary.mma]
 
 
 def test_casts_of_the_forward_are_in_their_producers(generated):
@@ -124,31 +121,20 @@ def _gates(launch):
 
 def test_a_training_step_without_rows():
     """Casts of nothing read nothing, and the record says why the FP8 GEMM does not run."""
-    layer = torch.nn.Linear(64, 96, device="meta", dtype=torch.bfloat16)
     x = torch.empty(0, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     use = {"precision": "fp8", "scaling": "channel"}
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
-    result = mxcompile.codegen(layer, x, target="sm_90", policy=policy)
+    result = generate(torch.nn.Linear(64, 96), x, target="sm_90", use=use, training=True)
     reason = "the FP8 GEMM takes multiples of 16 (empty)"
     assert {gemm.kernel for gemm in result.report.gemms} == {f"aten.mm (bfloat16, scaled after); {reason}"}
 
 
 @pytest.mark.parametrize("target", mostly_slow(["sm_90", "sm_100"], "sm_90"))
 def test_grouped_product_without_rows_is_dequantized_with_reason(target):
-    """PyTorch's grouped product, which emulation calls, does not take them; the record says so, once."""
-
-    class Experts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.empty(2, 48, 32, device="meta", dtype=torch.bfloat16))
-
-        def forward(self, x, offs):
-            return torch._grouped_mm(x, self.weight, offs)
-
+    weight = torch.nn.Parameter(torch.empty(2, 48, 32))
+    experts = Written(lambda model, x, offs: torch._grouped_mm(x, model.weight, offs), weight=weight)
     x = torch.empty(0, 48, device="meta", dtype=torch.bfloat16, requires_grad=True)
     offs = torch.empty(2, device="meta", dtype=torch.int32)
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    result = mxcompile.codegen(Experts(), x, offs, target=target, policy=policy)
+    result = generate(experts, x, offs, target=target, training=True)
     kernel = "mx.grouped_mm (bfloat16, dequantized); a dimension is empty"
     assert {gemm.kernel for gemm in result.report.gemms} == {kernel}
 
@@ -158,11 +144,7 @@ def test_grouped_product_without_rows_is_dequantized_with_reason(target):
 )
 @pytest.mark.parametrize("precision", ["mxfp8", "mxfp4", "nvfp4"])
 def test_empty_or_single_element_product_is_dequantized_with_reason(tokens, features, reason, precision):
-    """The record names the kernel that runs instead, and says why."""
-    layer = torch.nn.Linear(64, features, bias=False, device="meta", dtype=torch.bfloat16)
-    x = torch.empty(tokens, 64, device="meta", dtype=torch.bfloat16)
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": precision}]}
-    result = mxcompile.codegen(layer, x, target="sm_100", training=False, policy=policy)
+    result = generate(torch.nn.Linear(64, features, bias=False), (tokens, 64), use=precision)
     (gemm,) = result.report.gemms
     way = "scaled after" if precision == "nvfp4" else "dequantized"
     assert (gemm.precision, gemm.kernel) == (precision, f"aten.mm (bfloat16, {way}); {reason}")
@@ -182,15 +164,13 @@ def test_empty_or_single_element_product_is_dequantized_with_reason(tokens, feat
 def test_odd_sizes_stay_native(target, widths, tokens, kernel):
     """One token, widths of which 32 or 2 is no divisor, FP32 weights, E5M2 gradients."""
     narrow, wide = widths
-    model = torch.nn.Sequential(
-        torch.nn.Linear(narrow, wide), torch.nn.GELU(), torch.nn.Linear(wide, narrow)
-    ).to("meta")
-    result = mxcompile.codegen(model, torch.empty(tokens, narrow), target=target, policy=HYBRID)
+    layers = torch.nn.Linear(narrow, wide), torch.nn.GELU(), torch.nn.Linear(wide, narrow)
+    options = {"target": target, "training": True, "policy": HYBRID, "dtype": torch.float32}
+    result = generate(torch.nn.Sequential(*layers), (tokens, narrow), **options)
     named = {gemm.kernel for gemm in result.report.gemms if gemm.gemm == "fprop"}
     assert named == {f"{kernel} ({TARGETS[target].mma})"}
     products = [launch for launch in result.launches if launch.gemms]
     assert len(products) == len(result.report.gemms) == 5
     for launch in products:
         assert all("block_scale" in name for name in result.kernel(launch).binary.mma)
-    assert not result.problems
-    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+    assert_clean(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
+from helpers.written import Written
 from llama_block import block
 from torch._dynamo import device_interface
 from torch._inductor.runtime import triton_helpers
@@ -47,24 +48,19 @@ def test_codegen_restores_the_state_of_torch(generated):
 
 
 def test_nothing_stays_changed_after_an_error():
-    class Broken(torch.nn.Module):
-        def forward(self, x):
-            return x @ x.new_empty(7, 3)
-
+    broken = Written(lambda _, x: x @ x.new_empty(7, 3))
     before = _state()
     with pytest.raises(mxcompile.errors.ModelError, match="cannot trace the model"):
-        mxcompile.codegen(Broken(), torch.empty(4, 4), target="sm_90")
+        mxcompile.codegen(broken, torch.empty(4, 4), target="sm_90")
     assert _state() == before
 
 
 def test_device_properties_of_stand_in_are_cleared_from_cache():
     here = torch.cuda.is_available()
-    with stand_in(TARGETS["sm_100"]):
-        properties = DeviceProperties.create(torch.device("cuda", 0))
-        assert (properties.type, properties.cc, properties.multi_processor_count) == ("cuda", 100, 148)
-    with stand_in(TARGETS["gfx950"]):
-        properties = DeviceProperties.create(torch.device("cuda", 0))
-        assert (properties.type, properties.cc, properties.warp_size) == ("hip", "gfx950", 64)
+    for target, expected in (("sm_100", ("cuda", 100, 148, 32)), ("gfx950", ("hip", "gfx950", 256, 64))):
+        with stand_in(TARGETS[target]):
+            seen = DeviceProperties.create(torch.device("cuda", 0))
+        assert (seen.type, seen.cc, seen.multi_processor_count, seen.warp_size) == expected
     assert torch.cuda.is_available() is here
     assert DeviceProperties.create.__func__.cache_info().currsize == 0
 

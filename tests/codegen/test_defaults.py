@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from generating import assert_clean, generate
 from helpers.casts import quantize, scaled_mm
 from helpers.needs import SPECIALIZED_WARPS
-from torch import Tensor, nn
+from helpers.written import Written
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import mxcompile
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices import defaults
 from mxcompile.lowering.choices.defaults import (
@@ -36,7 +37,6 @@ from mxcompile.offline.rates import Rates
 SM_100 = TARGETS["sm_100"]
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 OURS = (PERSISTENT, SPECIALIZED, POINTERS)
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 def big(**others: Any) -> MXProduct:
@@ -77,10 +77,6 @@ def test_default_row_of_each_product_has_a_reason(product, runs, form):
     assert row.reason
 
 
-def test_experts_of_the_other_chip_are_ours():
-    assert defaults.default(big(kind=ROWS), TARGETS["sm_103"], {*OURS, VENDOR}).form == PERSISTENT
-
-
 @pytest.mark.parametrize(
     ("cuda", "flags", "built"),
     [(True, "-DUSE_FBGEMM -DUSE_MSLK -O2", True), (True, "-DUSE_FBGEMM -O2", False), (False, "", True)],
@@ -91,11 +87,17 @@ def test_a_pytorch_may_be_built_without_products_of_groups(monkeypatch, cuda, fl
     assert optional.has_mslk() == built
 
 
-def test_a_chip_without_tensor_memory_has_the_library_of_nvfp4():
-    product = big(precision=NVFP4)
-    assert defaults.default(product, TARGETS["sm_120"], {POINTERS, VENDOR}).form == VENDOR
-    small = big(precision=NVFP4, m=512, n=512, k=4096)
-    assert defaults.default(small, TARGETS["sm_120"], {POINTERS, VENDOR}).form == POINTERS
+@pytest.mark.parametrize(
+    ("product", "target", "runs", "form"),
+    [
+        (big(kind=ROWS), "sm_103", {*OURS, VENDOR}, PERSISTENT),
+        (big(precision=NVFP4), "sm_120", {POINTERS, VENDOR}, VENDOR),
+        (big(precision=NVFP4, m=512, n=512, k=4096), "sm_120", {POINTERS, VENDOR}, POINTERS),
+    ],
+    ids=["experts", "nvfp4 without tensor memory", "small nvfp4 without tensor memory"],
+)
+def test_default_form_on_another_chip(product, target, runs, form):
+    assert defaults.default(product, TARGETS[target], runs).form == form
 
 
 @pytest.mark.parametrize(("target", "ours"), [("sm_100", 1 / 2.25), ("sm_103", 1 / 3.375), ("sm_120", 1.0)])
@@ -121,31 +123,18 @@ def test_last_row_of_every_kind_accepts_every_precision():
 def test_the_page_has_every_row_with_its_reason():
     page = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for row in defaults.TABLE:
-        operands = ", ".join(name.upper() for name in sorted(row.precisions))
-        if row.precisions == defaults.EVERY:
-            operands = "all"
+        names = ", ".join(name.upper() for name in sorted(row.precisions))
+        operands = "all" if row.precisions == defaults.EVERY else names
         assert f"| {row.kind} | {operands} | {row.when} | {row.form} | {row.reason} |" in page
-
-
-class Layers(nn.Module):
-    """Nothing behind the first product, a sum behind the second."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.alone = nn.Linear(inner, width, bias=False)
-        self.added = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.alone(x), residual + self.added(x)
 
 
 @pytest.fixture(scope="module")
 def large():
-    """Both layers on as many tokens as give every processor several tiles."""
+    """Nothing behind the first product, a sum behind the second; every processor has several tiles."""
     with torch.device("meta"):
-        model = Layers(4096, 2048).bfloat16()
-        x, residual = (torch.empty(8192, width, dtype=torch.bfloat16) for width in (2048, 4096))
-    return mxcompile.codegen(model, x, residual, target="sm_100", training=False, policy=ALL)
+        alone, added = (nn.Linear(2048, 4096, bias=False) for _ in range(2))
+    both = Written(lambda model, x, y: (model.alone(x), y + model.added(x)), alone=alone, added=added)
+    return generate(both, (8192, 2048), (8192, 4096))
 
 
 @SPECIALIZED_WARPS
@@ -167,8 +156,7 @@ def test_an_epilogue_runs_beside_the_products_of_the_next_tile(large):
     assert "ttng.tmem_alloc : () -> !ttg.memdesc<2x128x128xf32" in kernel.binary.text["ttgir"]
     assert added.facts.understood
     assert added.facts.between <= 0.08
-    assert kernel.binary.spill_bytes == 0
-    assert large.problems == ()
+    assert_clean(large)
 
 
 def _products(forward) -> list[bool]:

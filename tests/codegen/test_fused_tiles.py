@@ -5,30 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_timing import fastest
+from generating import generate, product_of
 from helpers.paces import mostly_slow
+from helpers.written import Written
 from test_codegen_native import MMA
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor import config
+from torch.nn import functional as F
 
 from mxcompile.lowering.choices.configs import NARROW, fused
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
-from mxcompile.offline import CodegenResult, codegen
+from mxcompile.offline import CodegenResult
 from mxcompile.offline.launch import Kernel
 
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 FEW, MANY = 40, 500
 
 
-class Layer(nn.Module):
-    """y + gelu(linear(relu(x))): an epilogue that needs registers."""
-
-    def __init__(self, k: int, n: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(k, n)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return y + nn.functional.gelu(self.linear(torch.relu(x)))
+def layer(k: int, n: int) -> nn.Module:
+    """An epilogue that needs registers."""
+    return Written(lambda model, x, y: y + F.gelu(model.linear(torch.relu(x))), linear=nn.Linear(k, n))
 
 
 def _all() -> list:
@@ -49,18 +45,11 @@ def _all() -> list:
 def test_fused_tile_compiles_for_sizes_it_does_not_divide(target, rows, swap, tile, k, n):
     """Sizes of which neither a tile nor 32 is a divisor, so that everything is masked."""
     block_m, block_n = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)
-    wanted = {
-        "SWAP": str(swap),
-        "BLOCK_M": str(block_m),
-        "BLOCK_N": str(block_n),
-        "BLOCK_K": str(tile.block_k),
-    }
-    model = Layer(k, n).to("meta", torch.bfloat16)
-    x, y = (torch.empty(rows, width, device="meta", dtype=torch.bfloat16) for width in (k, n))
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": tile.block_k}
+    wanted = {name: str(value) for name, value in {"SWAP": swap, **blocks}.items()}
     with fastest(lambda name, constants: "quantize_mm" in name and wanted.items() <= constants.items()):
-        result = codegen(model, x, y, target=target, training=False, policy=POLICY)
-    (launch,) = (launch for launch in result.launches if launch.gemms)
-    kernel = result.kernel(launch)
+        result = generate(layer(k, n), (rows, k), (rows, n), target=target)
+    _, kernel = product_of(result)
     assert "quantize_rowwise" in kernel.source
     assert all(f"{name} : tl.constexpr = {value}" in kernel.source for name, value in wanted.items())
     assert result.problems == ()
@@ -71,11 +60,8 @@ def test_fused_tile_compiles_for_sizes_it_does_not_divide(target, rows, swap, ti
 
 def of_16_rows(k: int, n: int) -> tuple[CodegenResult, Kernel]:
     """The code of a layer for few tokens, and its product's kernel."""
-    model = Layer(k, n).to("meta", torch.bfloat16)
-    x, y = (torch.empty(16, width, device="meta", dtype=torch.bfloat16) for width in (k, n))
-    result = codegen(model, x, y, target="sm_100", training=False, policy=POLICY)
-    (launch,) = (launch for launch in result.launches if launch.gemms)
-    return result, result.kernel(launch)
+    result = generate(layer(k, n), (16, k), (16, n))
+    return result, product_of(result)[1]
 
 
 def test_scales_are_read_as_whole_tiles():

@@ -7,6 +7,7 @@ left over past the last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from helpers.casts import casts_both
 from helpers.eager import FP4, NVIDIA, Recipe, grouped_product, product
 from helpers.models import mixtral
+from helpers.policies import every
 from helpers.reference import sqnr_db
+from helpers.written import Written
 from interpreted import interpret
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,12 +28,7 @@ from mxcompile.versions import newer
 RECIPES = {"mxfp8": NVIDIA, **FP4}
 
 
-def policy(word: str) -> dict[str, Any]:
-    """Every layer in one precision."""
-    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": word}]}
-
-
-ALL = policy("mxfp8")
+ALL = every("mxfp8")
 BLOCK_SCALED = {"sm_100": "block_scale", "sm_120": "block_scale", "gfx950": "v_mfma_scale"}
 
 
@@ -102,14 +100,11 @@ def _native(result, target: str, gemms: int, word: str = "mxfp8") -> None:
 
 def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
     """Outputs and gradients of the code in `folder` are those of the graph that made `expected`."""
-    gradient = torch.randn_like(expected)
-    wanted = torch.autograd.grad(
-        expected, [tensor for tensor in inputs if tensor.is_floating_point()], gradient
-    )
+    gradient, floating = torch.randn_like(expected), [x for x in inputs if x.is_floating_point()]
+    wanted = torch.autograd.grad(expected, floating, gradient)
     out, *gradients = interpret(folder, inputs, gradient)
     assert sqnr_db(expected, out) > 50  # sums in another order, then rounded to BF16
-    weight_gradients = [gradient for gradient in gradients if gradient is not None]
-    for computed, reference in zip(weight_gradients, wanted, strict=True):
+    for computed, reference in zip(filter(lambda x: x is not None, gradients), wanted, strict=True):
         assert sqnr_db(reference, computed) > 40
 
 
@@ -118,7 +113,7 @@ def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("tokens", [70, 3])
 def test_batched_experts_run_native_batched_products(tmp_path, tokens: int, word: str):
     model, x = Batched(3, 72, 104), _spread(3, tokens, 72).requires_grad_()
-    result = codegen(model, x, target="sm_100", policy=policy(word), out_dir=tmp_path)
+    result = codegen(model, x, target="sm_100", policy=every(word), out_dir=tmp_path)
     _native(result, "sm_100", 6, word)
     assert all(gemm.kernel.startswith("mx_scaled_bmm ") for gemm in result.report.gemms)
     _check(tmp_path, model.expected(x, RECIPES[word]), [model.bias, model.up, x, model.down])
@@ -130,7 +125,7 @@ def test_batched_experts_run_native_batched_products(tmp_path, tokens: int, word
 def test_grouped_experts_run_native_grouped_products(tmp_path, ends: tuple[int, ...], word: str):
     model, x = Grouped(4, 72, 104), _spread(max(307, ends[-1]), 72).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
-    result = codegen(model, x, offs, target="sm_100", policy=policy(word), out_dir=tmp_path)
+    result = codegen(model, x, offs, target="sm_100", policy=every(word), out_dir=tmp_path)
     _native(result, "sm_100", 6, word)
     assert all(gemm.kernel.startswith("mx_scaled_grouped_mm") for gemm in result.report.gemms)
     _check(tmp_path, model.expected(x, offs, RECIPES[word]), [model.up, x, offs, model.down])
@@ -148,8 +143,7 @@ def test_one_scale_for_all_experts_is_of_the_rows_in_groups(tmp_path):
     """FP8 with a scale a tensor; rows past the last group hold anything."""
     model, offs = Grouped(4, 64, 128), torch.tensor((70, 70, 121, 150), dtype=torch.int32)
     x = _spread(160, 64)
-    rule = {"match": {"name": "*"}, "use": {"precision": "fp8", "scaling": "tensor"}}
-    policy = {"version": 1, "rules": [rule]}
+    policy = every({"precision": "fp8", "scaling": "tensor"})
     result = codegen(model, x.requires_grad_(), offs, target="sm_90", policy=policy, out_dir=tmp_path)
     assert result.problems == ()
     assert {gemm.precision for gemm in result.report.gemms} == {"fp8"}
@@ -177,7 +171,7 @@ def test_groups_of_many_rows_read_tiled_scales(tmp_path, word: str):
     hidden = 272 if word == "mxfp8" else 288  # its rows are whole chunks of 16 bytes
     model, x = Grouped(4, 128, hidden), _spread(ends[-1] + 7, 128).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
-    result = codegen(model, x, offs, target="sm_100", policy=policy(word), out_dir=tmp_path)
+    result = codegen(model, x, offs, target="sm_100", policy=every(word), out_dir=tmp_path)
     _native(result, "sm_100", 6, word)
     forms = {gemm.gemm: gemm.kernel.split()[0] for gemm in result.report.gemms}
     rows, along_k = "mx_scaled_grouped_mm_tiled", f"mx_scaled_grouped_mm_k{'_tiled' * (word == 'mxfp8')}"
@@ -190,28 +184,16 @@ def test_groups_of_many_rows_read_tiled_scales(tmp_path, word: str):
     _check(tmp_path, model.expected(x, offs, RECIPES[word]), [model.up, x, offs, model.down])
 
 
-class Up(nn.Module):
-    """A product of groups of rows alone."""
-
-    def __init__(self, experts: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(_spread(experts, width, hidden))
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        return F.grouped_mm(x, self.weight, offs=offs)
-
-
-class Permuted(Up):
-    """Tokens that are brought into the order of their experts."""
-
-    def forward(self, x: Tensor, order: Tensor, offs: Tensor) -> Tensor:
-        return super().forward(x[order], offs)
+def product_alone(forward: Callable[..., Tensor], *shape: int) -> Any:
+    """A product of groups with one weight of `shape`."""
+    return Written(forward, weight=nn.Parameter(_spread(*shape)))
 
 
 @pytest.mark.slow
 def test_tokens_come_into_the_order_of_experts_by_their_cast(tmp_path):
     """One kernel reads tokens by their numbers and writes codes; no permuted copy of the tokens is stored."""
-    model, x = Permuted(3, 128, 144), _spread(40, 128)
+    permuted_tokens = lambda model, x, order, offs: F.grouped_mm(x[order], model.weight, offs=offs)  # noqa: E731
+    model, x = product_alone(permuted_tokens, 3, 128, 144), _spread(40, 128)
     order, offs = torch.randperm(80) // 2, torch.tensor((30, 30, 80), dtype=torch.int32)
     result = codegen(model, x, order, offs, target="sm_100", policy=ALL, training=False, out_dir=tmp_path)
     (permuted,) = (launch for launch in result.launches if "aten.index.Tensor" in launch.operators)
@@ -227,7 +209,7 @@ def test_tokens_come_into_the_order_of_experts_by_their_cast(tmp_path):
 def test_nonfinite_element_reaches_only_experts_of_its_block(tmp_path):
     """Of wgrad: an element in a block of 32 tokens that two experts share, and in one that is one's."""
     ends = (140, 300, 300, 535, 600)
-    model = Up(5, 128, 144)
+    model = product_alone(lambda model, x, offs: F.grouped_mm(x, model.weight, offs=offs), 5, 128, 144)
     x, offs = _spread(607, 128), torch.tensor(ends, dtype=torch.int32)
     x[5, 3], x[540, 7] = torch.nan, torch.inf
     result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
@@ -241,23 +223,12 @@ def test_nonfinite_element_reaches_only_experts_of_its_block(tmp_path):
     assert (gradient[2] == 0).all()
 
 
-class Columns(nn.Module):
-    """Groups of columns: weights on the left, tokens side by side."""
-
-    def __init__(self, experts: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(_spread(experts, hidden, width))
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        return F.grouped_mm(self.weight, x.t(), offs=offs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "width", "ends"), [(104, 72, (41, 41, 80)), (144, 96, (131, 131, 208))])
-def test_groups_of_columns_run_native_grouped_products(
-    tmp_path, hidden: int, width: int, ends: tuple[int, ...]
-):
-    model, x = Columns(3, width, hidden), _spread(ends[-1], width).requires_grad_()
+def test_groups_of_columns_run_native_grouped_products(tmp_path, hidden: int, width: int, ends):
+    """Weights on the left, tokens side by side."""
+    columns = lambda model, x, offs: F.grouped_mm(model.weight, x.t(), offs=offs)  # noqa: E731
+    model, x = product_alone(columns, 3, hidden, width), _spread(ends[-1], width).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
     result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
     _native(result, "sm_100", 3)
@@ -280,7 +251,7 @@ def test_experts_on_other_chips_run_native_products(target: str, word: str, form
     experts, width, hidden = 4, 256, 384
     x = torch.empty(experts, 200, width, dtype=torch.bfloat16, requires_grad=True)
     inputs = [x] if form is Batched else [x[0], torch.empty(experts, dtype=torch.int32)]
-    result = codegen(form(experts, width, hidden), *inputs, target=target, policy=policy(word))
+    result = codegen(form(experts, width, hidden), *inputs, target=target, policy=every(word))
     _native(result, target, 6, word)
 
 

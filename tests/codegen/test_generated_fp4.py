@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
+from generating import assert_clean
 from helpers.casts import encode_packed
-from torch import Tensor, nn
+from helpers.written import Written
+from torch import Tensor
 
 from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.offline import codegen
 
 
-class Casts(nn.Module):
+def casts(word: str, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
     """Both copies of a matrix in the layout of an FP4 GEMM."""
-
-    def __init__(self, word: str) -> None:
-        super().__init__()
-        self.word = word
-
-    def forward(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        form, results = Format.parse(self.word), []
-        for dim in (-1, -2):
-            amax, its = None, form.untransformed if dim == -1 else form
-            if its.hadamard is not None:
-                (amax,) = ops.cast(x, [f"{self.word} packed @-2 largest"])
-                results.append(amax)
-            elif form.two_level:
-                amax = ops.largest(x)
-            randomness = (seed, 5) if form.stochastic else (None, 0)
-            results += encode_packed(x, dim, str(its), *randomness, amax)
-        return tuple(results)
+    form, results = Format.parse(word), []
+    for dim in (-1, -2):
+        amax, its = None, form.untransformed if dim == -1 else form
+        if its.hadamard is not None:
+            (amax,) = ops.cast(x, [f"{word} packed @-2 largest"])
+            results.append(amax)
+        elif form.two_level:
+            amax = ops.largest(x)
+        randomness = (seed, 5) if form.stochastic else (None, 0)
+        results += encode_packed(x, dim, str(its), *randomness, amax)
+    return tuple(results)
 
 
 @pytest.mark.slow
@@ -47,10 +43,7 @@ class Casts(nn.Module):
         ("e2m1 1x32 floor stochastic", "sm_100", (64, 96), torch.float32),
     ],
 )
-def test_generated_fp4_casts_compile_without_spills(
-    word: str, target: str, shape: tuple[int, int], dtype: torch.dtype
-):
+def test_generated_fp4_casts_compile_without_spills(word: str, target: str, shape, dtype: torch.dtype):
     x, seed = torch.empty(shape, dtype=dtype), torch.tensor([123456789])
-    result = codegen(Casts(word), x, seed, target=target, training=False)
-    assert not result.problems
-    assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
+    model = Written(lambda _, x, seed: casts(word, x, seed))
+    assert_clean(codegen(model, x, seed, target=target, training=False))

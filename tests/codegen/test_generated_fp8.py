@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from generating import assert_clean
 from helpers.bits import assert_same_bits
 from interpreted import interpret
 from torch import Tensor, nn
@@ -68,6 +69,5 @@ def test_generated_fp8_casts_equal_the_reference(
     wanted = model(x)
     assert int(wanted[0].float().isnan().sum()) == (2 * x.shape[1] if has_nan else 0)  # two rows
     result = codegen(model, x, target=target, training=False, out_dir=tmp_path)
-    assert not result.problems
-    assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
+    assert_clean(result)
     assert_same_bits(interpret(tmp_path, [x]), wanted)

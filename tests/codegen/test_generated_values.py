@@ -7,6 +7,7 @@ import torch
 from helpers.casts import casts_both
 from helpers.eager import NVIDIA, product
 from helpers.reference import sqnr_db
+from helpers.written import Written
 from interpreted import interpret
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,19 +17,9 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 
 
-class FeedForward(nn.Module):
-    """x + down(silu(gate(norm x)) · up(norm x)), with a bias on the way out."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+def feed_forward(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    return x + model.down(F.silu(model.gate(y)) * model.up(y))
 
 
 def _expected(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
@@ -59,7 +50,10 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 def test_generated_feed_forward_layer_of_odd_sizes_matches_reference(sizes, form, tmp_path):
     """Tokens and widths that are no multiples of 32, of a tile or of the other layout's blocks."""
     tokens, width, hidden = sizes
-    model = FeedForward(width, hidden).to(torch.bfloat16)
+    layers = {name: nn.Linear(width, hidden, bias=False) for name in ("gate", "up")}
+    layers |= {"norm": nn.RMSNorm(width, eps=1e-6), "down": nn.Linear(hidden, width)}
+    model = Written(feed_forward, **{name: layers[name] for name in ("norm", "gate", "up", "down")})
+    model.to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():  # blocks of many binades
             parameter.normal_().mul_(torch.exp2(torch.randint(-6, 2, parameter.shape)))

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from generating import assert_clean
 from helpers.casts import rounded_tensors
 from helpers.operands import assert_within, product, values
 from helpers.paces import mostly_slow
 from helpers.packed_operands import MXFP4, NVFP4
+from helpers.policies import every
 from helpers.reference import round_trip, sqnr_db
 from helpers.stored_weights import LEAST_DB, FeedForward, StoredLinear, binades, expected, with_stored_weights
 from interpreted import interpret
@@ -22,7 +24,7 @@ from mxcompile.formats import Format
 from mxcompile.offline import CodegenResult, codegen
 
 BF16, F32 = torch.bfloat16, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, FP4_PAIRS = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,7 @@ CASES = {
 
 
 def generate(model: nn.Module, x: Tensor, target: str, elem: str, folder: Path) -> CodegenResult:
-    rule = {"match": {"name": "*"}, "use": {"precision": "mxfp8", "elem_dtype": elem}}
-    policy = {"version": 1, "rules": [rule]}
+    policy = every({"precision": "mxfp8", "elem_dtype": elem})
     return codegen(model, x, target=target, training=False, policy=policy, out_dir=folder)
 
 
@@ -78,8 +79,7 @@ def test_generated_weight_only_layer_matches_fp64(name, tmp_path):
 def packed_linear(n: int, k: int, rounding: str) -> tuple[nn.Linear, MXTensor]:
     """A layer whose weight is stored in packed FP4, and that weight."""
     layer = nn.Linear(k, n, dtype=BF16).requires_grad_(False)
-    weight = binades(n, k).to(BF16)
-    stored = mxcompile.quantize(weight, elem_dtype=torch.float4_e2m1fn_x2, rounding=rounding)
+    stored = mxcompile.quantize(binades(n, k).to(BF16), elem_dtype=FP4_PAIRS, rounding=rounding)
     layer.weight = nn.Parameter(stored, requires_grad=False)
     return layer, stored
 
@@ -128,10 +128,8 @@ def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path)
     """If the rule casts activations to the same precision; few rows and more, K that ends inside a step."""
     layer, stored = packed_linear(72, 176, FP4[word].rpartition(" ")[2])
     x = binades(rows, 176).to(BF16)
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": word}]}
-    result = codegen(layer, x, target=target, training=False, policy=policy, out_dir=tmp_path)
-    assert result.problems == ()
-    assert not result.spilling
+    result = codegen(layer, x, target=target, training=False, policy=every(word), out_dir=tmp_path)
+    assert_clean(result)
     (gemm,) = result.report.gemms
     assert (gemm.precision, gemm.kernel.split()[0]) == (word, "mx_scaled_mm")
     assert {form.rounding for form in gemm.formats if form.operand == "w"} == {"stored"}
@@ -146,12 +144,11 @@ def test_codes_of_nvfp4_meet_activations_of_nvfp4(tmp_path):
     """On a chip without a GEMM of them the kernel takes the codes, and the scales of tensors come after."""
     layer, stored = packed_linear(48, 80, "two-level")
     x = binades(3, 80).to(BF16)
-    rule = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}]}
-    result = codegen(layer, x, target="sm_90", training=False, policy=rule, out_dir=tmp_path)
+    result = codegen(layer, x, target="sm_90", training=False, policy=every("nvfp4"), out_dir=tmp_path)
     (gemm,) = result.report.gemms
     assert gemm.kernel == "mx_weight_only_mm dot 16x32x256"
     (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
-    cast = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2, rounding="two-level")
+    cast = mxcompile.quantize(x, elem_dtype=FP4_PAIRS, rounding="two-level")
     values = cast.dequantize(torch.float64)
     assert_within(out, *product(values, stored.dequantize(F32), layer.bias), 80 + 4)
 

@@ -84,8 +84,7 @@ def test_a_part_is_stopped_at_its_limit_with_all_that_it_started(gpu: Any, tmp_p
 
 def test_summary_of_a_failed_part_has_status_and_message(gpu: Any, tmp_path: Path):
     command = script(tmp_path, "raise SystemExit('no such chip')")
-    part = gpu.Part(name="slow", command=command, seconds=100, rows="slow")
-    outcome = gpu.run(part, 100)
+    outcome = gpu.run(gpu.Part(name="slow", command=command, seconds=100, rows="slow"), 100)
     assert outcome.word == gpu.WRONG
     assert outcome.wrong == ["second  3 of 4 differ"]
     lost = gpu.Part(name="lost", command=("-c", "raise SystemExit('no such chip')"), seconds=60)
@@ -119,10 +118,8 @@ def test_outcomes_of_tests_are_counted_once(gpu: Any, log: str, counts: dict[str
 def test_measured_times_stand_beside_their_estimates(gpu: Any):
     row = {"part": "layer", "kernel": "nvidia", "shape": "8192 tokens", "time_us": 20.0, "ratio": 0.5}
     estimated = {**row, "predicted_us": 19.0, "predicted_range_us": [18.0, 21.5]}
-    outcome = gpu.Outcome(
-        part="layer", word=gpu.RIGHT, rows=[row, estimated, {**estimated, "part": "kernels"}]
-    )
-    (line,) = gpu.beside([outcome])
+    rows = [row, estimated, {**estimated, "part": "kernels"}]
+    (line,) = gpu.beside([gpu.Outcome(part="layer", word=gpu.RIGHT, rows=rows)])
     assert list(line.values()) == ["layer", "nvidia 8192 tokens", 20.0, 19.0, "18–21.5", "2.000"]
 
 
@@ -154,14 +151,8 @@ def started(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OUT": str(out), "PYTHONPATH": str(absent), "PATH": "/nonexistent"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["PYTEST_ADDOPTS"] = "-p no:hypothesispytest"  # pytest loads it where it is installed
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments],
-        env=environment,
-        cwd=out,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
+    return subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow

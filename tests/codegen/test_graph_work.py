@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.policies import every
+from helpers.written import Written
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -32,28 +34,23 @@ class Launches(Explainer):
         self.sides = [works(graph, self.target, self.repeats.count) for graph in (forward, backward)]
 
 
-def launched(model: nn.Module, *args: Tensor, policy: str = "bf16", target: str = "sm_100") -> list[Works]:
+def launched(model: nn.Module, *args: Tensor, policy: Any = "bf16", target: str = "sm_100") -> list[Works]:
     options = Options.parse(None, {"policy": policy, "target": target})
     tracer = Launches(model, options, True, keep_all)
     tracer.run(args, {})
     return tracer.sides
 
 
-class Scaled(nn.Module):
-    """A product between elementwise operators, of which two read its result."""
+def test_launches_end_at_products():
+    """One between elementwise operators, of which two read its result."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(K, N, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x * 2)
+    def scaled(model: Written, x: Tensor) -> Tensor:
+        y = model.up(x * 2)
         return F.relu(y) + y.sigmoid()
 
-
-def test_launches_end_at_products():
     with torch.device("meta"):
-        model, x = Scaled().bfloat16(), torch.empty(M, K, dtype=torch.bfloat16)
+        model = Written(scaled, up=nn.Linear(K, N, bias=False)).bfloat16()
+        x = torch.empty(M, K, dtype=torch.bfloat16)
     forward, _ = launched(model, x)
     (product,) = (work for kind, work in forward if kind == "product")
     peak = TARGETS["sm_100"].peak
@@ -64,24 +61,13 @@ def test_launches_end_at_products():
     assert rest == {BF16 * 2 * M * K: 1, BF16 * 2 * M * N: 1}
 
 
-class Layer(nn.Module):
-    """A layer for its casts: of a weight along both dimensions, of an activation where it is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.RMSNorm(K), nn.Linear(K, N, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.norm(x))
-
-
 def test_emulated_products_run_at_the_rate_of_bf16():
     with torch.device("meta"):
-        model, x = Layer().bfloat16(), torch.empty(M, K, dtype=torch.bfloat16)
-    policy: Any = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+        model = nn.Sequential(nn.RMSNorm(K), nn.Linear(K, N, bias=False)).bfloat16()
+        x = torch.empty(M, K, dtype=torch.bfloat16)
     kinds = {}
     for target in ("sm_90", "sm_100", "sm_120"):
-        sides = launched(model, x, policy=policy, target=target)
+        sides = launched(model, x, policy=every("mxfp8"), target=target)
         kinds[target] = {work.product for side in sides for kind, work in side if kind == "product"}
     assert kinds == {"sm_90": {"bf16"}, "sm_100": {"mxfp8"}, "sm_120": {"own_mxfp8"}}
 

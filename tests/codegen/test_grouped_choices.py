@@ -7,6 +7,7 @@ import torch
 from helpers.casts import quantize
 from helpers.eager import NVIDIA, grouped_product
 from helpers.paces import mostly_slow
+from helpers.policies import every
 from helpers.reference import sqnr_db
 from interpreted import interpret
 from torch import Tensor, nn
@@ -27,11 +28,7 @@ documented_grouped_mm.install()
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-
-
-def _policy(**how: str) -> dict:
-    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", **how}}]}
+E4M3, BF16, ALL = torch.float8_e4m3fn, torch.bfloat16, every("mxfp8")
 
 
 @pytest.fixture
@@ -56,7 +53,7 @@ def _generate(model: Experts, rows: int, **options) -> mxcompile.offline.Codegen
     k = model.weight.shape[2 if model.k_major else 1]
     x = torch.empty(rows, k, dtype=model.weight.dtype, requires_grad=options.get("training", False))
     offs = torch.empty(4, dtype=torch.int32)
-    options = {"training": False, "policy": _policy(), "target": "sm_100", **options}
+    options = {"training": False, "policy": ALL, "target": "sm_100", **options}
     return mxcompile.codegen(model, x, offs, **options)
 
 
@@ -108,12 +105,11 @@ def test_vendor_grouped_product_is_offered_in_backward(offered):
 
 @pytest.mark.slow
 def test_e5m2_experts_have_no_vendor_choice(offered):
-    _generate(Experts(96, 272), 300, policy=_policy(elem_dtype="e5m2"))
+    _generate(Experts(96, 272), 300, policy=every({"precision": "mxfp8", "elem_dtype": "e5m2"}))
     assert [_has_vendor(choices) for choices in offered] == [False]
 
 
 def test_torch_accepts_arguments_of_the_vendor_grouped_product(monkeypatch):
-    """By its own checks of layouts, sizes and scales."""
     monkeypatch.setattr(vendor, "zero_rows", lambda *_: None)
     with stand_in(TARGETS["sm_100"]), FakeTensorMode():
         x, w = (torch.empty(shape, dtype=BF16, device=DEVICE) for shape in ((300, 96), (4, 272, 96)))
@@ -134,7 +130,7 @@ def test_vendor_grouped_product_has_the_reference_values(offered, tmp_path, ends
     model = Experts(160, 144)
     x = torch.randn(307, 160).mul_(torch.exp2(torch.randint(-8, 8, (307, 1)))).to(BF16)
     offs = torch.tensor(ends, dtype=torch.int32)
-    mxcompile.codegen(model, x, offs, target="sm_100", training=False, policy=_policy(), out_dir=tmp_path)
+    mxcompile.codegen(model, x, offs, target="sm_100", training=False, policy=ALL, out_dir=tmp_path)
     assert [_has_vendor(choices) for choices in offered] == [True]
     text = (tmp_path / "inference.py").read_text()
     (tmp_path / "forward.py").write_text(f"{PREPARED}\n{text}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.bits import assert_same_bits
 from helpers.casts import encode_packed, quantize
-from helpers.graphs import lowered, operators, traced
+from helpers.graphs import calls, lowered, operators, traced
 from torch import Tensor, fx
 
 from mxcompile import ops
@@ -30,7 +30,7 @@ def merged(function, *inputs: Tensor) -> fx.GraphModule:
 
 def copies(module: fx.GraphModule) -> list[int]:
     """How many copies each cast makes."""
-    return [len(node.args[1]) for node in module.graph.find_nodes(op="call_function", target=ops.cast)]
+    return [len(node.args[1]) for node in calls(module, ops.cast)]
 
 
 @pytest.mark.parametrize("shape", [(70, 96), (2, 70, 96)], ids=str)
@@ -50,28 +50,21 @@ def test_a_pair_is_merged_and_means_the_same(dims: tuple[int, int], shape: tuple
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "added", "shape"),
     [
-        ((-1, E4M3, "rceil"), (-1, E4M3, "floor")),
-        ((-1, E4M3, "rceil"), (-2, E5M2, "rceil")),
-        ((-1, E4M3, "rceil"), (-2, E4M3, "floor")),
-        ((-1, E4M3, "rceil", True), (-2, E4M3, "rceil", True)),
+        ((-1, E4M3, "rceil"), (-1, E4M3, "floor"), 0, (64, 64)),
+        ((-1, E4M3, "rceil"), (-2, E5M2, "rceil"), 0, (64, 64)),
+        ((-1, E4M3, "rceil"), (-2, E4M3, "floor"), 0, (64, 64)),
+        ((-1, E4M3, "rceil", True), (-2, E4M3, "rceil", True), 0, (64, 64)),
+        ((-1, *PLAIN), (-2, *PLAIN), 1, (64, 64)),
+        ((-1, *PLAIN), (0, *PLAIN), 0, (2, 64, 64)),
     ],
+    ids=["rounding", "element", "rounding across", "squares", "two tensors", "along a batch"],
 )
-def test_casts_of_different_formats_stay_separate(first, second):
-    module = merged(lambda x: (*quantize(x, *first), *quantize(x, *second)), torch.randn(64, 64))
-    assert copies(module) == [1, 1]
+def test_casts_of_different_formats_or_matrices_stay_separate(first, second, added, shape):
+    def function(x):
+        return *quantize(x, *first), *quantize(x + 1 if added else x, *second)
 
-
-@pytest.mark.parametrize(
-    ("function", "shape"),
-    [
-        (lambda x: (*quantize(x, -1, *PLAIN), *quantize(x + 1, -2, *PLAIN)), (64, 64)),
-        (lambda x: (*quantize(x, -1, *PLAIN), *quantize(x, 0, *PLAIN)), (2, 64, 64)),
-    ],
-    ids=["two tensors", "along a batch"],
-)
-def test_casts_that_share_no_matrix_stay_separate(function, shape):
     assert copies(merged(function, torch.randn(shape))) == [1, 1]
 
 
@@ -80,15 +73,12 @@ def test_both_copies_and_their_amax(columns_first: bool):
     """The operands of fprop and wgrad: one is transformed, and the amax of both is known before."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        if columns_first:
-            (rotated,) = ops.cast(x, [f"{ROTATED} packed @-2 largest"])
-            columns = encode_packed(x, -2, ROTATED, None, 0, rotated)
-            plain = ops.largest(x)
-            return *encode_packed(x, -1, NVFP4, None, 0, plain), *columns, plain, rotated
-        plain = ops.largest(x)
-        rows = encode_packed(x, -1, NVFP4, None, 0, plain)
-        (rotated,) = ops.cast(x, [f"{ROTATED} packed @-2 largest"])
-        return *rows, *encode_packed(x, -2, ROTATED, None, 0, rotated), plain, rotated
+        results: dict[bool, tuple[Tensor, ...]] = {}
+        for columns in (columns_first, not columns_first):
+            (amax,) = ops.cast(x, [f"{ROTATED} packed @-2 largest"]) if columns else [ops.largest(x)]
+            word = ROTATED if columns else NVFP4
+            results[columns] = *encode_packed(x, -2 if columns else -1, word, None, 0, amax), amax
+        return results[False] + results[True]
 
     x = torch.randn(70, 96)
     module = merged(function, x)
@@ -114,10 +104,7 @@ def test_casts_that_cannot_be_one_stay():
 
     def function(x: Tensor, y: Tensor, z: Tensor, v: Tensor, u: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         random = [encode_packed(x, dim, f"{MXFP4} stochastic", seed, 5) for dim in (-1, -2)]
-        layouts = [
-            encode_packed(y, -1, MXFP4),
-            encode_packed(y, -2, MXFP4, None, 0, None, "row-major"),
-        ]
+        layouts = [encode_packed(y, -1, MXFP4), encode_packed(y, -2, MXFP4, None, 0, None, "row-major")]
         twice = [encode_packed(z, -1, MXFP4), encode_packed(z, -1, MXFP4)]
         two = [encode_packed(u, -1, MXFP4), encode_packed(u + 1, -2, MXFP4)]
         first = encode_packed(v, -1, NVFP4, None, 0, ops.largest(v))
@@ -136,9 +123,7 @@ def test_a_transform_runs_along_columns():
 
 
 def test_a_result_that_nothing_reads_is_not_picked():
-    module = merged(
-        lambda x: (encode_packed(x, -1, MXFP4)[0], encode_packed(x, -2, MXFP4)[0]),
-        torch.randn(32, 64),
-    )
+    function = lambda x: (encode_packed(x, -1, MXFP4)[0], encode_packed(x, -2, MXFP4)[0])  # noqa: E731
+    module = merged(function, torch.randn(32, 64))
     picks = [node.args[1] for node in module.graph.nodes if node.target is operator.getitem]
     assert sorted(picks) == [0, 2]

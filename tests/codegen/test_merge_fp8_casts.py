@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import encode
-from helpers.graphs import lowered, traced
-from test_vendor_fp8 import CHIP, FNUZ, HOPPER, applied, binades
+from helpers.graphs import calls, lowered, traced
+from helpers.spread import spread
+from test_vendor_fp8 import CHIP, FNUZ, HOPPER, applied
 from torch import Tensor
 
 from mxcompile import ops
@@ -25,8 +27,7 @@ def with_merged_casts(function, *inputs, chip):
 
 
 def copies_of_casts(module) -> list[list[Copy]]:
-    """The copies of each cast."""
-    return [Casts.read(node).parsed for node in module.graph.find_nodes(op="call_function", target=ops.cast)]
+    return [Casts.read(node).parsed for node in calls(module, ops.cast)]
 
 
 def parts(copies: list[Copy]) -> list[str]:
@@ -36,11 +37,8 @@ def parts(copies: list[Copy]) -> list[str]:
 
 def merged(module) -> list[list[str]]:
     """What is made by each cast of which a loop is not as good."""
-    return [
-        kinds
-        for kinds in map(parts, copies_of_casts(module))
-        if len(kinds) > 1 or kinds[0] not in ("elements", "scales")
-    ]
+    kinds_of_casts = map(parts, copies_of_casts(module))
+    return [kinds for kinds in kinds_of_casts if len(kinds) > 1 or kinds[0] not in ("elements", "scales")]
 
 
 class Operands(torch.fx.Interpreter):
@@ -66,31 +64,27 @@ def step(words: dict[str, str]):
                 casts[operand, dim] = encode(values[operand], dim, words[operand])
             return casts[operand, dim]
 
-        def product(a, b, left, right):
+        def product(left, right, a, b):
             return ops.matmul(*a, *b, None, torch.bfloat16, words[left], words[right])
 
         def swapped(pair):
             return tuple(t.t() for t in pair)
 
-        fprop = product(cast("x", -1), swapped(cast("w", -1)), "x", "w")
-        dgrad = product(cast("dy", -1), cast("w", -2), "dy", "w")
-        wgrad = product(swapped(cast("dy", -2)), cast("x", -2), "dy", "x")
-        return fprop, dgrad, wgrad
+        return (
+            product("x", "w", cast("x", -1), swapped(cast("w", -1))),
+            product("dy", "w", cast("dy", -1), cast("w", -2)),
+            product("dy", "x", swapped(cast("dy", -2)), cast("x", -2)),
+        )
 
     return function
 
 
 FORMS = {
-    "tensor": (
-        {"x": "e4m3 tensor nearest", "w": "e4m3 tensor nearest", "dy": "e5m2 tensor nearest"},
-        [3, 3, 3],
-    ),
-    "channel": (dict.fromkeys(("x", "w", "dy"), "e4m3 channel nearest"), [4, 4, 4]),
-    "block": (
-        {"x": "e4m3 1x128 nearest", "w": "e4m3 128x128 nearest", "dy": "e4m3 1x128 nearest"},
-        [4, 3, 4],
-    ),
+    "tensor": (("e4m3 tensor nearest", "e4m3 tensor nearest", "e5m2 tensor nearest"), [3, 3, 3]),
+    "channel": (("e4m3 channel nearest",) * 3, [4, 4, 4]),
+    "block": (("e4m3 1x128 nearest", "e4m3 128x128 nearest", "e4m3 1x128 nearest"), [4, 3, 4]),
 }
+"""Formats of x, w and dy, and how many copies their casts make."""
 
 
 @pytest.mark.parametrize("chip", [HOPPER, FNUZ], ids=["hopper", "fnuz"])
@@ -100,25 +94,18 @@ def test_merged_casts_of_a_layer_have_the_same_bits(form: str, chip):
     if form == "block" and chip is FNUZ:
         pytest.skip("no such product there")
     words, scales = FORMS[form]
-    gen = torch.Generator().manual_seed(4)
-    inputs = (
-        binades(512, 512, generator=gen),
-        binades(1024, 512, generator=gen),
-        binades(512, 1024, generator=gen),
-    )
-    function = step(words)
+    inputs = [spread(*shape, binades=20) for shape in ((512, 512), (1024, 512), (512, 1024))]
+    function = step(dict(zip(("x", "w", "dy"), words, strict=True)))
     module, reasons = with_merged_casts(function, *inputs, chip=chip)
     assert not reasons
     halved = " fnuz" if chip is FNUZ else ""
-    down = f"elements transposed{halved}"
-    both = [f"elements{halved}", "scales", down]
+    both = [f"elements{halved}", "scales", f"elements transposed{halved}"]
     assert [parts(copies)[:3] for copies in copies_of_casts(module)] == [both] * 3
     assert [len(copies) for copies in copies_of_casts(module)] == scales
-    assert not module.graph.find_nodes(op="call_function", target=ops.decode)
+    assert not calls(module, ops.decode)
     plain, _ = applied(function, *inputs, chip=chip)
     for computed, wanted in zip(Operands(module).run(*inputs), Operands(plain).run(*inputs), strict=True):
-        for tensor, other in zip(computed, wanted, strict=True):
-            assert torch.equal(tensor, other)
+        assert_same_bits(computed, wanted)
 
 
 def test_a_known_scale_is_read_and_the_largest_found_beside():
@@ -134,7 +121,7 @@ def test_a_known_scale_is_read_and_the_largest_found_beside():
     module, reasons = with_merged_casts(function, x, w, scale, chip=CHIP)
     assert not reasons
     assert merged(module) == [["elements", "largest"], ["elements transposed"]]
-    assert not module.graph.find_nodes(op="call_function", target=ops.largest)
+    assert not calls(module, ops.largest)
     assert module(x, w, scale)[1].tolist() == [x.abs().max().item()]
 
 
@@ -151,9 +138,7 @@ def test_scales_of_blocks_that_are_read_alone_stay():
     assert not reasons
     assert merged(module) == [["elements", "scales"], ["elements transposed", "scales"]]
     assert len(copies_of_casts(module)) == 4
-    outputs = Operands(module).run(*inputs)[1:]
-    for tensor, other in zip(outputs, function(*inputs)[1:], strict=True):
-        assert torch.equal(tensor, other)
+    assert_same_bits(Operands(module).run(*inputs)[1:], function(*inputs)[1:])
 
 
 @pytest.mark.parametrize("word", ["e4m3 channel nearest", "e4m3 tensor nearest", "e4m3 128x128 nearest"])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers.bits import assert_same_bits
 from helpers.casts import casts_both, quantize_both
-from helpers.graphs import lowered, traced
+from helpers.graphs import calls, lowered, traced
+from helpers.written import Written
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -27,8 +28,7 @@ def _inputs(count: int) -> list[Tensor]:
 def _coupled(function, *inputs: Tensor, mode: str = "fake") -> tuple[fx.GraphModule, list[int]]:
     """The graph after the pass, and how many tensors each of its casts reads."""
     module, _ = lowered([MergeSiblingCasts], "sm_100", traced(function, *inputs, mode=mode))
-    casts = module.graph.find_nodes(op="call_function", target=ops.cast)
-    return module, [1 + (Casts.read(node).y is not None) for node in casts]
+    return module, [1 + (Casts.read(node).y is not None) for node in calls(module, ops.cast)]
 
 
 def gradients(gradient, gate, up):
@@ -46,21 +46,8 @@ def test_a_couple_is_merged_and_means_the_same():
     assert_same_bits(module(*inputs), gradients(*inputs))
 
 
-def four_tensors(a, b, c, d):
-    return *quantize_both(a * b, E4M3, "rceil"), *quantize_both(a * b + c * d, E4M3, "rceil")
-
-
-def little_in_common(a, b, c, d):
-    return *quantize_both(a * b, E4M3, "rceil"), *quantize_both(a * c, E4M3, "rceil")
-
-
-def another_rounding(a, b, c, d):
-    return *quantize_both(a * b, E4M3, "rceil"), *quantize_both(a - b, E4M3, "floor")
-
-
-def one_is_read_elsewhere(a, b, c, d):
-    x = a * b
-    return *quantize_both(x, E4M3, "rceil"), *quantize_both(a - b, E4M3, "rceil"), x.sum()
+def _casts(x: Tensor, y: Tensor, rounding: str = "rceil") -> tuple[Tensor, ...]:
+    return *quantize_both(x, E4M3, "rceil"), *quantize_both(y, E4M3, rounding)
 
 
 def made_of_the_first(a, b, c, d):
@@ -69,11 +56,18 @@ def made_of_the_first(a, b, c, d):
     return *first[1:], *quantize_both(a * b + later, E4M3, "rceil")
 
 
-@pytest.mark.parametrize(
-    "function", [four_tensors, little_in_common, another_rounding, one_is_read_elsewhere, made_of_the_first]
-)
-def test_casts_without_the_same_inputs_stay_separate(function):
-    _, casts = _coupled(function, *_inputs(4))
+SEPARATE = {
+    "four tensors": lambda a, b, c, d: _casts(a * b, a * b + c * d),
+    "little in common": lambda a, b, c, d: _casts(a * b, a * c),
+    "another rounding": lambda a, b, c, d: _casts(a * b, a - b, "floor"),
+    "one is read elsewhere": lambda a, b, c, d: (lambda x: (*_casts(x, a - b), x.sum()))(a * b),
+    "made of the first": made_of_the_first,
+}
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_casts_without_the_same_inputs_stay_separate(name):
+    _, casts = _coupled(SEPARATE[name], *_inputs(4))
     assert casts == [1, 1]
 
 
@@ -82,21 +76,10 @@ def test_rows_that_depend_on_data_are_not_compared():
 
     def beside(gate, up, chosen):
         some = chosen.nonzero().flatten()
-        a, b = gate[some], up[some]
-        return *quantize_both(gate * up, E4M3, "rceil"), *quantize_both(a * b, E4M3, "rceil")
+        return _casts(gate * up, gate[some] * up[some])
 
     _, casts = _coupled(beside, *_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool), mode="symbolic")
     assert casts == [1, 1]
-
-
-class Gated(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 @pytest.mark.slow
@@ -104,14 +87,18 @@ class Gated(nn.Module):
 def test_a_gated_layers_gradients_are_one_kernel(target):
     """It reads three tensors and writes four copies; nothing of theirs is stored in BF16."""
     tokens, hidden = 1024, 512
-    model, x = Gated(256, hidden).bfloat16(), torch.empty(tokens, 256, dtype=torch.bfloat16)
-    result = codegen(model, x.requires_grad_(), target=target)
+    gated = Written(
+        lambda model, x: model.down(F.silu(model.gate(x)) * model.up(x)),
+        **{name: nn.Linear(256, hidden, bias=False) for name in ("gate", "up")},
+        down=nn.Linear(hidden, 256, bias=False),
+    )
+    x = torch.empty(tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    result = codegen(gated.bfloat16(), x, target=target)
     (launch,) = [launch for launch in result.launches if casts_both(result, launch, 2)]
     elements = tokens * hidden
     assert launch.num_bytes <= elements * (3 * 2 + 4 * (1 + 1 / 32)) * 1.01
     assert launch.facts is not None
     # with newer versions of Triton the tile is half as wide, or its registers spill
     assert 25 < launch.facts.per_element <= (36 if newer("triton", "3.7") else 33)
-    assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
-    source = result.kernel(launch).source
-    assert source.count("packed.sigmoid(") == 2
+    assert not result.spilling
+    assert result.kernel(launch).source.count("packed.sigmoid(") == 2

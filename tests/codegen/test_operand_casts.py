@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from generating import assert_clean
 from helpers.bits import assert_same_bits
 from helpers.casts import quantize, quantize_operands, values
-from helpers.graphs import lowered, traced
+from helpers.graphs import calls, lowered, traced
+from helpers.written import Written
 from interpreted import interpret
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -26,7 +28,7 @@ E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
     """The graph after the passes, and how many copies each of its casts makes."""
     module, _ = lowered([MergeCasts, MergeSiblingCasts], "sm_90", traced(function, *inputs))
-    casts = map(view.Casts.read, module.graph.find_nodes(op="call_function", target=ops.cast))
+    casts = map(view.Casts.read, calls(module, ops.cast))
     return module, [len(cast.copies) * (1 if cast.y is None else 2) for cast in casts]
 
 
@@ -34,70 +36,36 @@ def _value(x: Tensor, dim: int, square: bool = False, dtype: torch.dtype = BF16)
     return values(x, dim, E4M3, "rceil", square, dtype)
 
 
-def values_and_codes(x):
-    return _value(x, -1), x + 1, *quantize(x, -2, E4M3, "rceil")
+def _codes(x: Tensor, dim: int) -> list[Tensor]:
+    return quantize(x, dim, E4M3, "rceil")
 
 
 def both_values(x):
-    return _value(x, 1), _value(x, 0)
-
-
-def codes_alone(x):
-    return quantize(x, 0, E4M3, "rceil")
-
-
-def three_casts(x):
-    return _value(x, -1), *quantize(x, -1, E4M3, "rceil"), _value(x, -2)
-
-
-def squares(x):
-    return _value(x, -2, square=True), _value(x, -1)
-
-
-def a_batch(x):
-    x = x[:64].reshape(2, 32, 96)
-    return _value(x, -1), *quantize(x, 1, E4M3, "rceil")
-
-
-@pytest.mark.parametrize(
-    ("function", "copies"),
-    [
-        (values_and_codes, [2]),
-        (both_values, [2]),
-        (codes_alone, [1]),
-        (three_casts, [2, 1]),
-        (squares, [1, 1]),
-        (a_batch, [2]),
-    ],
-)
-def test_casts_of_a_matrix_are_one(function, copies):
-    x = torch.randn(70, 96).to(BF16)
-    module, casts = _collected(function, x)
-    assert casts == copies
-    assert_same_bits(module(x), function(x))
-
-
-def blocks_across_matrices(x):
-    x = x.reshape(2, 35, 96)
     return _value(x, -1), _value(x, -2)
 
 
-def nothing_in_it(x):
-    return _value(x[:0], -1), _value(x[:0], -2)
-
-
-def a_single_element(x):
-    return both_values(x[:1, :1])
-
-
-def another_dtype(x):
-    return _value(x, -1), _value(x, -2, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("function", [blocks_across_matrices, nothing_in_it, a_single_element, another_dtype])
-def test_casts_that_one_kernel_cannot_make_stay_separate(function):
-    _, casts = _collected(function, torch.randn(70, 96).to(BF16))
-    assert casts == [1, 1]
+@pytest.mark.parametrize(
+    ("function", "shape", "copies"),
+    [
+        pytest.param(lambda x: (_value(x, -1), x + 1, *_codes(x, -2)), (70, 96), [2], id="values and codes"),
+        pytest.param(lambda x: (_value(x, 1), _value(x, 0)), (70, 96), [2], id="both values"),
+        pytest.param(lambda x: _codes(x, 0), (70, 96), [1], id="codes alone"),
+        pytest.param(lambda x: (_value(x, -1), *_codes(x, -1), _value(x, -2)), (70, 96), [2, 1], id="three"),
+        pytest.param(lambda x: (_value(x, -2, square=True), _value(x, -1)), (70, 96), [1, 1], id="squares"),
+        pytest.param(lambda x: (_value(x, -1), *_codes(x, 1)), (2, 32, 96), [2], id="a batch"),
+        pytest.param(both_values, (2, 35, 96), [1, 1], id="blocks across matrices"),
+        pytest.param(both_values, (0, 96), [1, 1], id="nothing in it"),
+        pytest.param(both_values, (1, 1), [1, 1], id="a single element"),
+        pytest.param(
+            lambda x: (_value(x, -1), _value(x, -2, dtype=torch.float32)), (70, 96), [1, 1], id="two dtypes"
+        ),
+    ],
+)
+def test_casts_of_a_matrix_are_one_where_one_kernel_makes_them(function, shape, copies):
+    x = torch.randn(shape).to(BF16)
+    module, casts = _collected(function, x)
+    assert casts == copies
+    assert_same_bits(module(x), function(x))
 
 
 def gradients(gradient, gate, up):
@@ -111,19 +79,6 @@ def test_casts_of_two_gradients_become_one_kernel():
     module, casts = _collected(gradients, *inputs)
     assert casts == [4]
     assert_same_bits(module(*inputs), gradients(*inputs))
-
-
-class Casts(nn.Module):
-    """What the operator makes, of the forms that are asked for."""
-
-    def __init__(self, *how: object) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        casts = quantize_operands(x, y, *self.how)
-        single = quantize_operands(x + y, None, *self.how)
-        return *casts, *single
 
 
 def _spread(*shape: int) -> Tensor:
@@ -151,33 +106,28 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_generated_operand_casts_equal_the_operator(case, tmp_path: Path):
-    """Bit for bit those of the operator, for each emulated chip."""
     target, dtype, shape = case
-    how = CASES[case]
-    model, x, y = Casts(*how), *(_spread(*shape).to(dtype) for _ in range(2))
+    how, (x, y) = CASES[case], (_spread(*shape).to(dtype) for _ in range(2))
+    model = Written(lambda _, x, y: (*quantize_operands(x, y, *how), *quantize_operands(x + y, None, *how)))
     wanted = model(x, y)
     result = codegen(model, x, y, target=target, training=False, out_dir=tmp_path)
-    assert not result.problems
-    assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
+    assert_clean(result)
     casts = [launch for launch in result.launches if "mx.cast.default" in launch.operators]
     assert len(casts) == 2
     assert_same_bits(interpret(tmp_path, [x, y]), wanted)
 
 
-class Rotated(nn.Module):
+def rotated(_: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """The cast of what reads each element at two places, as a rotary embedding and its gradient do."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        half = x.shape[1] // 2
-        turned = torch.cat((-x[:, half:], x[:, :half]), 1)
-        casts = quantize_operands(x * cos + turned * sin, None, *VALUES_AND_CODES)
-        return tuple(casts)
+    half = x.shape[1] // 2
+    turned = torch.cat((-x[:, half:], x[:, :half]), 1)
+    return tuple(quantize_operands(x * cos + turned * sin, None, *VALUES_AND_CODES))
 
 
 @pytest.mark.slow
 def test_a_rotation_is_computed_where_it_is_cast(tmp_path: Path):
     """Nothing is stored between; of numbers that BF16 holds exactly, so that fused sums are the same."""
-    model = Rotated()
+    model = Written(rotated)
     x = torch.randint(-8, 9, (64, 128)).to(BF16)
     cos, sin = (torch.exp2(torch.randint(-2, 3, (1, 128)).float()).to(BF16) for _ in range(2))
     wanted = model(x, cos, sin)

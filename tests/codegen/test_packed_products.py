@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import encode, encode_packed, packed
-from helpers.graphs import lowered, traced
+from helpers.graphs import calls, lowered, traced
+from helpers.spread import spread
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -22,24 +24,18 @@ NVFP4, SQUARE, MXFP4 = "e2m1 1x16 two-level", "e2m1 16x16 two-level", "e2m1 1x32
 ROW_MAJOR, TILED = "row-major", "128x4"
 
 
-def spread(*shape: int) -> Tensor:
-    """Numbers whose magnitudes lie over 12 binades, by block."""
-    *batch, m, n = shape
-    gen = torch.Generator().manual_seed(m * n)
-    powers = torch.randint(-6, 6, (*batch, -(-m // 16), -(-n // 16)), generator=gen).float()
-    powers = powers.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., :m, :n]
-    return torch.randn(shape, generator=gen) * torch.exp2(powers)
+def by_blocks(*shape: int) -> Tensor:
+    return spread(*shape, binades=6, tile=(16, 16))
 
 
 def cast(x: Tensor, dim: int, word: str) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Codes and scales of x, and the FP32 scale of the tensor if the format has one."""
-    if not Format.parse(word).two_level:
+    form = Format.parse(word)
+    if not form.two_level:
         return encode(x, dim, word), None
-    if Format.parse(word).row_scaled:
-        amax = ops.largest(x, dim)
-        return encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax.unsqueeze(0), 0, word, x.ndim)
-    amax = ops.largest(x)
-    return encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax, 0, word, 1)
+    amax = ops.largest(x, dim) if form.row_scaled else ops.largest(x)
+    state = (amax.unsqueeze(0), 0, word, x.ndim) if form.row_scaled else (amax, 0, word, 1)
+    return encode(x, dim, word, None, 0, None, amax), ops.known_scale(*state)
 
 
 def product(
@@ -61,22 +57,9 @@ def applied(function, *inputs: Tensor, target: str = "sm_100", mode: str = "fake
     return lowered([Packed], target, traced(function, *inputs, mode=mode))
 
 
-def calls(module: torch.fx.GraphModule, op) -> list[torch.fx.Node]:
-    return list(module.graph.find_nodes(op="call_function", target=op))
-
-
-def count(module: torch.fx.GraphModule, op) -> int:
-    return len(calls(module, op))
-
-
 def products(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     """The products of packed operands."""
     return [node for node in module.graph.nodes if (view := Product.from_node(node)) and view.is_packed]
-
-
-def layouts(module: torch.fx.GraphModule) -> set[str]:
-    """The layouts of the scales that casts write."""
-    return {str(copy.layout) for copy in copies_of(module)}
 
 
 def copies_of(module: torch.fx.GraphModule) -> list[Copy]:
@@ -84,8 +67,25 @@ def copies_of(module: torch.fx.GraphModule) -> list[Copy]:
     return [copy for node in calls(module, ops.cast) for copy in Casts.read(node).parsed]
 
 
+def layouts(module: torch.fx.GraphModule) -> set[str]:
+    """The layouts of the scales that casts write."""
+    return {str(copy.layout) for copy in copies_of(module)}
+
+
 def all_packed(module: torch.fx.GraphModule) -> bool:
     return all(copy.format.packed for copy in copies_of(module))
+
+
+def check(function, *inputs: Tensor, **how: str) -> torch.fx.GraphModule:
+    """The graph of `function`, all its products packed, which has the same values."""
+    module, reasons = applied(function, *inputs, **how)
+    assert reasons == []
+    assert_same_bits(flat(module(*inputs)), flat(function(*inputs)))
+    return module
+
+
+def flat(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,14 @@ def test_packed_matrix_product_equals_codes_per_byte(
 ):
     """Of odd sizes too, in any dtype; on a chip that reads rows, casts write rows."""
     m, k, n = shape
-    x, w = spread(m, k), spread(k, n)
+    x, w = by_blocks(m, k), by_blocks(k, n)
     x[4] = 0.0
-    bias = spread(1, n)[0]
+    bias = by_blocks(1, n)[0]
 
     def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         return product(x, w, words, bias if has_bias else None, torch.float32)
 
-    module, reasons = applied(function, x, w, bias, target=target)
-    assert reasons == []
+    module = check(function, x, w, bias, target=target)
     assert all_packed(module)
     (node,) = products(module)
     assert tags_of(node)[0].name == "l"
@@ -120,23 +119,17 @@ def test_packed_matrix_product_equals_codes_per_byte(
     assert (a.dtype, tuple(a.shape), a.is_contiguous()) == (torch.uint8, (m, (k + 1) // 2), True)
     assert (b.dtype, tuple(b.shape), b.t().is_contiguous()) == (torch.uint8, ((k + 1) // 2, n), True)
     assert layouts(module) == {ROW_MAJOR if target == "gfx950" else TILED}
-    assert torch.equal(module(x, w, bias), function(x, w, bias))
     x[3, 5] = torch.nan
-    values, reference = module(x, w, bias), function(x, w, bias)
+    reference = function(x, w, bias)
     assert reference[3].isnan().all()
-    torch.testing.assert_close(values, reference, rtol=0, atol=0, equal_nan=True)
+    assert_same_bits([module(x, w, bias)], [reference])
 
 
 @pytest.mark.parametrize("words", [(NVFP4, SQUARE), (MXFP4, MXFP4)])
 def test_packed_batched_product_equals_codes_per_byte(words: tuple[str, str]):
-    x, w, bias = spread(3, 20, 47), spread(3, 47, 18), spread(3, 1, 18)
-
-    def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        return product(x, w, words, bias)
-
-    module, reasons = applied(function, x, w, bias)
-    assert (reasons, layouts(module)) == ([], {ROW_MAJOR})
-    assert torch.equal(module(x, w, bias), function(x, w, bias))
+    inputs = by_blocks(3, 20, 47), by_blocks(3, 47, 18), by_blocks(3, 1, 18)
+    module = check(lambda x, w, bias: product(x, w, words, bias), *inputs)
+    assert layouts(module) == {ROW_MAJOR}
 
 
 GROUPS = {
@@ -152,7 +145,7 @@ GROUPS = {
 def test_packed_grouped_product_equals_codes_per_byte(word: str, kind: str):
     """Of rows, columns and K, whose groups end inside bytes."""
     left, right = GROUPS[kind]
-    x, w, offs = spread(*left), spread(*right), torch.tensor([10, 10, 31, 46], dtype=torch.int32)
+    x, w, offs = by_blocks(*left), by_blocks(*right), torch.tensor([10, 10, 31, 46], dtype=torch.int32)
 
     def function(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         return product(x, w, (word, word), offs, torch.float32, ops.grouped_matmul)
@@ -166,20 +159,15 @@ def test_packed_grouped_product_equals_codes_per_byte(word: str, kind: str):
 
 
 def test_packed_product_with_symbolic_sizes_equals_codes_per_byte():
-    """Any of them, also the contraction's."""
-
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return product(x, w, (NVFP4, NVFP4))
-
-    module, reasons = applied(function, spread(40, 62), spread(62, 24), mode="symbolic")
-    assert reasons == []
-    x, w = spread(33, 51), spread(51, 17)
+    function = lambda x, w: product(x, w, (NVFP4, NVFP4))  # noqa: E731
+    module = check(function, by_blocks(40, 62), by_blocks(62, 24), mode="symbolic")
+    x, w = by_blocks(33, 51), by_blocks(51, 17)
     assert torch.equal(module(x, w), function(x, w))
 
 
 def test_the_three_products_of_a_layer_share_casts():
     """A square copy of the weight is packed along both of its dimensions, from one cast's source each."""
-    x, w, dy = spread(64, 96), spread(160, 96), spread(64, 160)
+    x, w, dy = by_blocks(64, 96), by_blocks(160, 96), by_blocks(64, 160)
 
     def function(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         codes, scale = cast(w, -1, SQUARE)
@@ -190,17 +178,13 @@ def test_the_three_products_of_a_layer_share_casts():
         dx = ops.matmul(a, sa, *codes, None, torch.bfloat16, *word, [tensor_a, scale])
         return y, dx, product(dy.t(), x, (NVFP4, NVFP4))
 
-    module, reasons = applied(function, x, w, dy)
-    assert reasons == []
+    module = check(function, x, w, dy)
     assert all_packed(module)
-    assert len(products(module)) == 3
-    assert count(module, ops.cast) == 6
-    for values, reference in zip(module(x, w, dy), function(x, w, dy), strict=True):
-        assert torch.equal(values, reference)
+    assert (len(products(module)), len(calls(module, ops.cast))) == (3, 6)
 
 
 def test_stochastic_casts_keep_their_numbers():
-    x, w, seed = spread(32, 64), spread(64, 32), torch.tensor([77])
+    x, w, seed = by_blocks(32, 64), by_blocks(64, 32), torch.tensor([77])
     word = f"{NVFP4} stochastic"
 
     def function(x: Tensor, w: Tensor, seed: Tensor) -> Tensor:
@@ -209,15 +193,13 @@ def test_stochastic_casts_keep_their_numbers():
         tensors = [ops.known_scale(state, 0, word, 1) for state in (amax, other)]
         return ops.matmul(*a, *b, None, torch.bfloat16, word, word, tensors)
 
-    module, reasons = applied(function, x, w, seed)
-    assert reasons == []
-    assert torch.equal(module(x, w, seed), function(x, w, seed))
+    check(function, x, w, seed)
 
 
 @pytest.mark.parametrize("tokens", [64, 50])
 def test_a_transform_is_part_of_the_casts(tokens: int):
     """Neither the cast nor the search for its largest magnitude reads a transform from memory."""
-    x, dy = spread(tokens, 96), spread(tokens, 160)
+    x, dy = by_blocks(tokens, 96), by_blocks(tokens, 160)
     word, signs = f"{NVFP4} hadamard:55272", 55272
 
     def function(x: Tensor, dy: Tensor) -> Tensor:
@@ -230,17 +212,15 @@ def test_a_transform_is_part_of_the_casts(tokens: int):
         ((a, sa), left), (b, right) = sides
         return ops.matmul(a.t(), sa.t(), *b, None, torch.bfloat16, word, word, [left, right])
 
-    module, reasons = applied(function, x, dy)
-    assert reasons == []
-    assert not any(count(module, op) for op in (ops.hadamard, ops.largest, encode))
+    module = check(function, x, dy)
+    assert not any(calls(module, op) for op in (ops.hadamard, ops.largest))
     assert [copy.part for copy in copies_of(module)] == [CopyPart.LARGEST, CopyPart.CODES] * 2
-    assert torch.equal(module(x, dy), function(x, dy))
 
 
 def stored_product(word: str, batch: tuple[int, ...] = ()):
     """A function of x and the parts of a weight that is stored packed, and these parts; K is 64, N 40."""
     form = Format.parse(word)
-    packed, scale, whole = encode_stored(spread(*batch, 40, 64), -1, form)
+    packed, scale, whole = encode_stored(by_blocks(*batch, 40, 64), -1, form)
     parts = [packed, scale if whole is None else scale.view(form.scale.dtype)]
     parts += [] if whole is None else [whole]
 
@@ -257,14 +237,10 @@ def stored_product(word: str, batch: tuple[int, ...] = ()):
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_a_stored_weight_is_read_as_it_is(batch: tuple[int, ...], word: str):
     function, parts = stored_product(word, batch)
-    x = spread(*batch, 30, 64)
-    module, reasons = applied(function, x, *parts)
-    assert reasons == []
-    assert not any(count(module, op) for op in (ops.decode, ops.scale_bytes))
+    module = check(function, by_blocks(*batch, 30, 64), *parts)
+    assert not any(calls(module, op) for op in (ops.decode, ops.scale_bytes))
     (node,) = products(module)
-    source = node.args[2].args[0]
-    assert source.op == "placeholder"
-    assert torch.equal(module(x, *parts), function(x, *parts))
+    assert node.args[2].args[0].op == "placeholder"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +258,7 @@ def test_a_large_product_has_the_scales_of_its_weight_tiled(target: str, word: s
         fakes = [mode.from_tensor(tensor) for tensor in (torch.empty(8192, 64), *wide[:2], *parts[2:])]
         module, reasons = applied(function, *fakes, target=target)
     assert reasons == []
-    assert count(module, ops.scale_bytes) == tiled
+    assert len(calls(module, ops.scale_bytes)) == tiled
 
 
 def test_a_weight_with_a_scale_for_every_row():
@@ -296,10 +272,7 @@ def test_a_weight_with_a_scale_for_every_row():
         codes = ops.decode(packed, None, -1, f"{NVFP4} packed", torch.uint8)
         return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, tensors)
 
-    x = spread(30, 64)
-    module, reasons = applied(joined, x, *parts)
-    assert reasons == []
-    assert torch.equal(module(x, *parts), joined(x, *parts))
+    check(joined, by_blocks(30, 64), *parts)
 
 
 def given_codes(x: Tensor, w: Tensor) -> Tensor:
@@ -324,13 +297,8 @@ def packed_along_columns(x: Tensor, w: Tensor) -> Tensor:
     return ops.matmul(*encode(x, -1, MXFP4), codes, scale, None, torch.bfloat16, MXFP4, MXFP4)
 
 
-def of_mxfp4(x: Tensor, w: Tensor) -> Tensor:
-    return product(x, w, (MXFP4, MXFP4))
-
-
-def in_fp64(x: Tensor, w: Tensor) -> Tensor:
-    """The chip's GEMM has no such results."""
-    return product(x, w, (MXFP4, MXFP4), dtype=torch.float64)
+def of(*words: str, **how):
+    return lambda x, w: product(x, w, words, **how)
 
 
 def several_scales(x: Tensor, w: Tensor) -> Tensor:
@@ -341,31 +309,30 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
     return ops.grouped_matmul(*a, *b, offs, torch.bfloat16, NVFP4, NVFP4, tensors)
 
 
+INNERMOST = "another dimension innermost than the contraction"
+NOT_FP64 = "its result is float64, not BF16, FP16 or FP32"
+
+
 @pytest.mark.parametrize(
     ("function", "left", "right", "reason"),
     [
         (given_codes, (32, 64), (64, 32), "an operand was cast in another graph"),
         (given_alpha, (32, 64), (64, 32), "the graph lacks the global scale of an operand"),
-        (
-            packed_along_columns,
-            (32, 64),
-            (64, 32),
-            "a weight is stored with another dimension innermost than the contraction",
-        ),
+        (packed_along_columns, (32, 64), (64, 32), f"a weight is stored with {INNERMOST}"),
         (several_scales, (32, 32), (64, 32), "a tensor has several scales, and groups share one"),
-        (of_mxfp4, (1, 2), (2, 32), "an operand is one byte"),
-        (of_mxfp4, (0, 64), (64, 32), "a dimension is empty"),
-        (of_mxfp4, (32, 0), (0, 32), "a dimension is empty"),
-        (of_mxfp4, (1, 64), (64, 1), "its result is one element"),
-        (in_fp64, (32, 64), (64, 32), "its result is float64, not BF16, FP16 or FP32"),
-        (lambda x, w: product(x, w, (NVFP4, f"{NVFP4} 4over6:256:mae")), (32, 64), (64, 32), NO_CAST),
-        (lambda x, w: product(x, w, (f"{NVFP4} row-scaled", NVFP4)), (32, 64), (64, 32), NO_CAST),
+        (of(MXFP4, MXFP4), (1, 2), (2, 32), "an operand is one byte"),
+        (of(MXFP4, MXFP4), (0, 64), (64, 32), "a dimension is empty"),
+        (of(MXFP4, MXFP4), (32, 0), (0, 32), "a dimension is empty"),
+        (of(MXFP4, MXFP4), (1, 64), (64, 1), "its result is one element"),
+        (of(MXFP4, MXFP4, dtype=torch.float64), (32, 64), (64, 32), NOT_FP64),
+        (of(NVFP4, f"{NVFP4} 4over6:256:mae"), (32, 64), (64, 32), NO_CAST),
+        (of(f"{NVFP4} row-scaled", NVFP4), (32, 64), (64, 32), NO_CAST),
     ],
 )
 def test_products_not_packed_have_a_recorded_reason(
     function, left: tuple[int, int], right: tuple[int, int], reason: str
 ):
-    module, reasons = applied(function, spread(*left), spread(*right))
+    module, reasons = applied(function, by_blocks(*left), by_blocks(*right))
     assert (reasons, products(module)) == ([reason], [])
 
 
@@ -385,9 +352,7 @@ def test_products_not_packed_have_a_recorded_reason(
     ],
 )
 def test_packed_products_run_on_chips_with_the_format(target: str, words: tuple[str, str], runs: bool):
-    module, reasons = applied(
-        lambda x, w: product(x, w, words), spread(32, 64), spread(64, 32), target=target
-    )
+    module, reasons = applied(of(*words), by_blocks(32, 64), by_blocks(64, 32), target=target)
     half = target == "gfx950" and not runs  # it multiplies FP4 with other scales
     assert reasons == (["no kernel multiplies E2M1 under E4M3 scales"] if half else [])
     assert len(products(module)) == runs
@@ -417,7 +382,7 @@ def test_pytorch_accepts_packed_operands_and_tiled_scales(word: str):
 @pytest.mark.parametrize("shape", [(70, 96), (130, 33), (3, 17, 31)])
 def test_packed_casts_and_products_pass_opcheck(shape: tuple[int, ...], word: str):
     *batch, _, k = shape
-    x, w = spread(*shape), spread(*batch, k, 48)
+    x, w = by_blocks(*shape), by_blocks(*batch, k, 48)
     amax = ops.largest(x) if Format.parse(word).two_level else None
     for layout in (TILED, ROW_MAJOR) if not batch else (ROW_MAJOR,):
         (a, sa), (b, sb) = (

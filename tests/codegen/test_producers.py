@@ -31,14 +31,16 @@ def test_load_varying_along_one_dimension_is_narrowed():
     assert "in_ptr5 + (2*idx_n + 7), mask_n," in narrowed(COLUMNS + LOAD.format("2*idx_n + 7"))
 
 
-def test_load_varying_along_both_dimensions_stays():
-    for index in ("xindex", "idx_n + 4096*idx_m", "ks0", "((xindex // 32) % 7)"):
-        source = ROWS + COLUMNS + LOAD.format(index)
-        assert narrowed(source) == source
+VARYING = ("xindex", "idx_n + 4096*idx_m", "ks0", "((xindex // 32) % 7)")
 
 
-def test_load_without_mask_of_its_dimension_stays():
-    assert narrowed(ROWS + LOAD.format("idx_n")) == ROWS + LOAD.format("idx_n")
+@pytest.mark.parametrize(
+    ("masks", "index"),
+    [*((ROWS + COLUMNS, index) for index in VARYING), (ROWS, "idx_n")],
+    ids=[*VARYING, "without the mask of its dimension"],
+)
+def test_load_varying_along_both_dimensions_or_unmasked_stays(masks, index):
+    assert narrowed(masks + LOAD.format(index)) == masks + LOAD.format(index)
 
 
 def test_silu_has_another_last_line():

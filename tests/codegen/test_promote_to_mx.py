@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.casts import encode
-from helpers.graphs import lowered, traced
+from helpers.graphs import calls, lowered, traced
+from helpers.policies import every
 from helpers.reference import sqnr_db
+from helpers.spread import spread
 from interpreted import interpret
 from torch import Tensor, nn
 from torch.library import opcheck
@@ -62,12 +64,9 @@ def test_format_with_power_of_two_scales_has_an_mx_element(word: str, elem: Elem
     assert Format.parse(word).mx_elem is elem
 
 
-def spread(*shape: int, along: int) -> Tensor:
-    """Numbers whose magnitudes lie over 40 binades, by blocks of 32 along a dimension."""
-    gen = torch.Generator().manual_seed(sum(shape))
-    sizes = [-(-size // 32) if dim == along else size for dim, size in enumerate(shape)]
-    powers = torch.randint(-20, 20, sizes, generator=gen).float().repeat_interleave(32, along)
-    return torch.randn(shape, generator=gen) * torch.exp2(powers.narrow(along, 0, shape[along]))
+def by_blocks(*shape: int, along: int) -> Tensor:
+    """Magnitudes over 40 binades, by blocks of 32 along a dimension of the matrix."""
+    return spread(*shape, binades=20, tile=(1, 32) if along == -1 else (32, 1))
 
 
 def applied(function: Any, *inputs: Tensor, target: str = "sm_100") -> torch.fx.GraphModule:
@@ -89,7 +88,7 @@ def applied(function: Any, *inputs: Tensor, target: str = "sm_100") -> torch.fx.
     ],
 )
 def test_products_have_the_same_values(words: tuple[str, str], swapped: bool, target: str):
-    x, w = spread(70, 300, along=1), spread(300, 50, along=0)
+    x, w = by_blocks(70, 300, along=-1), by_blocks(300, 50, along=-2)
     x[3, 5], x[4] = torch.nan, 0.0
 
     def function(x: Tensor, w: Tensor) -> Tensor:
@@ -99,19 +98,18 @@ def test_products_have_the_same_values(words: tuple[str, str], swapped: bool, ta
         return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
 
     module = applied(function, x, w, target=target)
-    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    (product,) = calls(module, ops.matmul)
     assert Product.read(product).is_mx
-    assert {node.meta["val"].dtype for node in (product.args[0], product.args[2])} <= {E4M3.dtype, E5M2.dtype}
-    assert {node.meta["val"].ndim for node in (product.args[1], product.args[3])} == {
-        1 if target == "sm_100" else 2
-    }
+    a, sa, b, sb = (node.meta["val"] for node in product.args[:4])
+    assert {a.dtype, b.dtype} <= {E4M3.dtype, E5M2.dtype}
+    assert {sa.ndim, sb.ndim} == {1 if target == "sm_100" else 2}
     computed, wanted = module(x, w), function(x, w)
     assert wanted[3].isnan().all()
     assert torch.equal(computed.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 
 def test_groups_and_batches_have_the_same_values():
-    x, w = spread(48, 96, along=1), spread(3, 96, 64, along=1)
+    x, w = by_blocks(48, 96, along=-1), by_blocks(3, 96, 64, along=-2)
     offs = torch.tensor([10, 20, 48], dtype=torch.int32)
     word = "e2m1 1x32 rceil"
 
@@ -123,9 +121,9 @@ def test_groups_and_batches_have_the_same_values():
         (a, sa), (b, sb) = encode(x.view(3, 16, 96), -1, BLOCKS[0]), encode(w, -2, BLOCKS[1])
         return ops.matmul(a, sa, b, sb, None, torch.float32, *BLOCKS)
 
-    assert torch.equal(applied(groups, x, w, offs)(x, w, offs), groups(x, w, offs))
-    assert torch.equal(applied(batch, x, w)(x, w), batch(x, w))
-    for module in (applied(groups, x, w, offs), applied(batch, x, w)):
+    for function, inputs in ((groups, (x, w, offs)), (batch, (x, w))):
+        module = applied(function, *inputs)
+        assert torch.equal(module(*inputs), function(*inputs))
         (product,) = filter(None, map(Product.from_node, module.graph.nodes))
         assert product.is_mx
 
@@ -155,10 +153,10 @@ def test_formats_that_mxfp8_cannot_hold_are_not_promoted(
         return ops.matmul(a, sa, b, sb, None, torch.float32, *words, several)
 
     module = traced(function, torch.randn(32, 128), torch.randn(128, 32), torch.ones(1))
-    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    (product,) = calls(module, ops.matmul)
     _, reasons = lowered([PromoteToMX], target, module)
     assert reasons == expected
-    assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
+    assert calls(module, ops.matmul) == [product]
     assert Product.read(product).words == words
 
 
@@ -191,10 +189,9 @@ USES: dict[str, Any] = {
 )
 def test_promoted_products_run_the_native_instruction(target: str, name: str, mma: str, tmp_path: Path):
     """On the chip's own instruction, without spills; what is quick to interpret computes the same."""
-    rules = [{"match": {"name": "*"}, "use": USES[name]}]
-    policy = mxcompile.Policy.from_dict({"version": 1, "preset": "bf16", "rules": rules})
+    policy = mxcompile.Policy.from_dict(every(USES[name], preset="bf16"))
     layer = nn.Linear(144, 80, dtype=torch.bfloat16)
-    w, bias, x = layer.weight.detach(), layer.bias.detach(), spread(48, 144, along=1).to(torch.bfloat16)
+    w, bias, x = layer.weight.detach(), layer.bias.detach(), by_blocks(48, 144, along=-1).to(torch.bfloat16)
     x_leaf = x.clone().requires_grad_()
     result = mxcompile.codegen(layer, x_leaf, target=target, policy=policy, out_dir=tmp_path)
     assert not result.problems

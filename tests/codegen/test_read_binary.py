@@ -20,37 +20,39 @@ def read(asm: dict[str, Any], target: str = "sm_90") -> binary.Binary:
     return binary.read_binary(asm, METADATA, TARGETS[target])
 
 
+@pytest.fixture
+def undisassembled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(binary, "disassemble", lambda _: "")
+    return monkeypatch
+
+
 def test_damaged_cubin_is_a_problem_with_reason():
     (problem,) = read({"cubin": b"damaged", "ptx": ""}).problems
     assert problem.startswith("nvdisasm does not read the kernel: nvdisasm fatal")
 
 
-def test_missing_cuobjdump_is_a_problem_with_reason(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(binary, "disassemble", lambda _: "")
-    monkeypatch.setattr(binary, "_CUOBJDUMP", "/no/cuobjdump")
+def test_missing_cuobjdump_is_a_problem_with_reason(undisassembled: pytest.MonkeyPatch):
+    undisassembled.setattr(binary, "_CUOBJDUMP", "/no/cuobjdump")
     (problem,) = read({"cubin": b"x", "ptx": ""}).problems
     assert problem.startswith("cuobjdump does not read the kernel: [Errno 2]")
 
 
-def test_a_tool_whose_words_are_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(binary, "disassemble", lambda _: "")
-    monkeypatch.setattr(
-        binary, "run_tool", lambda *_, **__: SimpleNamespace(stdout="registers 40", stderr="")
-    )
+def test_a_tool_whose_words_are_others(undisassembled: pytest.MonkeyPatch):
+    words = SimpleNamespace(stdout="registers 40", stderr="")
+    undisassembled.setattr(binary, "run_tool", lambda *_, **__: words)
     (problem,) = read({"cubin": b"x", "ptx": ""}).problems
     assert problem.startswith("cannot read a kernel's registers")
 
 
-def test_failing_assembler_is_a_problem_with_reason(monkeypatch: pytest.MonkeyPatch):
+def test_failing_assembler_is_a_problem_with_reason(undisassembled: pytest.MonkeyPatch):
     """The dump says that the kernel has a stack; whether it is of spills, the assembler would say."""
-    monkeypatch.setattr(binary, "disassemble", lambda _: "")
     run_tool = binary.run_tool
-    dumped = SimpleNamespace(stdout=USAGE, stderr="")
-    monkeypatch.setattr(
-        binary,
-        "run_tool",
-        lambda tool, *_, **options: dumped if "dump" in str(tool) else run_tool(tool, *_, **options),
-    )
+
+    def dumped(tool, *args, **options):
+        usage = SimpleNamespace(stdout=USAGE, stderr="")
+        return usage if "dump" in str(tool) else run_tool(tool, *args, **options)
+
+    undisassembled.setattr(binary, "run_tool", dumped)
     (problem,) = read({"cubin": b"x", "ptx": "damaged"}).problems
     assert re.match(r"(ptxas\S*) does not read the kernel: \1", problem)  # Triton has one for Blackwell
 
@@ -75,10 +77,7 @@ def test_of_kernels_that_compile_meanwhile_the_own_is_read(monkeypatch: pytest.M
 
 
 def test_amd_assembly_gives_registers_and_spills():
-    whole = ".vgpr_count: 64\n.vgpr_spill_count: 3\n"
-    assert (read({"amdgcn": whole}, "gfx950").registers, read({"amdgcn": whole}, "gfx950").spill_bytes) == (
-        64,
-        12,
-    )
+    whole = read({"amdgcn": ".vgpr_count: 64\n.vgpr_spill_count: 3\n"}, "gfx950")
+    assert (whole.registers, whole.spill_bytes) == (64, 12)
     (problem,) = read({"amdgcn": ""}, "gfx950").problems
     assert problem.startswith("cannot read a kernel's registers")

@@ -7,10 +7,13 @@ import re
 
 import pytest
 import torch
+from generating import generate
 from helpers.casts import quantize, scaled_mm
 from helpers.eager import NVIDIA, product
 from helpers.paces import mostly_slow
+from helpers.policies import every
 from helpers.reference import sqnr_db
+from helpers.written import Written
 from interpreted import interpret
 from torch._inductor.select_algorithm import ExternKernelCaller
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +29,6 @@ from mxcompile.offline.standin import DEVICE, stand_in
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 @pytest.fixture
@@ -38,12 +40,6 @@ def choose(choose, monkeypatch):
 
 def _linear(k: int, n: int, **options) -> torch.nn.Module:
     return torch.nn.Linear(k, n, device="meta", dtype=BF16, **options)
-
-
-def _generate(model, tokens, *, training=False, target="sm_100", **options):
-    width = next(model.parameters()).shape[1]
-    x = torch.empty(tokens, width, device="meta", dtype=next(model.parameters()).dtype)
-    return mxcompile.codegen(model, x, target=target, training=training, policy=POLICY, **options)
 
 
 def _forms(choices) -> list[str]:
@@ -69,7 +65,7 @@ def _forms(choices) -> list[str]:
 )
 def test_choices_of_a_linear_layer_by_target_and_shape(choose, tokens, k, n, target, expected):
     offered = choose(0)
-    _generate(_linear(k, n), tokens, target=target)
+    generate(_linear(k, n), (tokens, k), target=target)
     (choices,) = offered
     assert set(_forms(choices)) == expected
     assert ("vendor" in expected) == (_forms(choices)[-1] == "vendor")  # never the default
@@ -79,14 +75,15 @@ def test_choices_of_a_linear_layer_by_target_and_shape(choose, tokens, k, n, tar
 def test_the_vendors_is_for_bf16_in_every_layout(choose):
     """Backward reads operands along their other dimension; FP32 results are not the vendor's."""
     offered = choose(0)
-    _generate(torch.nn.Sequential(_linear(512, 512), _linear(512, 512)), 256, training=True)
+    two = torch.nn.Sequential(_linear(512, 512), _linear(512, 512))
+    generate(two, (256, 512), training=True)
     assert ["vendor" in _forms(choices) for choices in offered] == [True] * 5
     offered.clear()
-    _generate(torch.nn.Sequential(_linear(512, 512), _linear(512, 512)), 250, training=True)
+    generate(two, (250, 512), training=True)
     aligned = ["vendor" in _forms(choices) for choices in offered]
     assert aligned == [True] * 3 + [False] * 2, "of wgrad the rows are K, no multiple of 16"
     offered.clear()
-    _generate(_linear(512, 512).float(), 256)
+    generate(_linear(512, 512), (256, 512), dtype=torch.float32)
     assert ["vendor" in _forms(choices) for choices in offered] == [False]
 
 
@@ -97,18 +94,13 @@ NUM_POINTERS = 3
 @pytest.mark.parametrize("number", mostly_slow(range(NUM_TILED + NUM_POINTERS), 0, NUM_TILED))
 def test_every_choice_compiles_clean(choose, number):
     """With an epilogue that adds a bias, goes through an activation, gates and adds."""
-
-    class Gated(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.gate = _linear(512, 1024), _linear(512, 1024)
-
-        def forward(self, x):
-            return x.repeat(1, 2) + torch.nn.functional.gelu(self.up(x)) * self.gate(x)
-
+    gated = Written(
+        lambda model, x: x.repeat(1, 2) + torch.nn.functional.gelu(model.up(x)) * model.gate(x),
+        up=_linear(512, 1024),
+        gate=_linear(512, 1024),
+    )
     offered = choose(number)
-    x = torch.empty(1024, 512, device="meta", dtype=BF16)
-    result = mxcompile.codegen(Gated(), x, target="sm_100", training=False, policy=POLICY)
+    result = generate(gated, (1024, 512))
     assert {len(choices) for choices in offered} == {NUM_TILED + NUM_POINTERS + 1}, "and the vendor's"
     assert result.problems == ()
     products = [result.kernel(launch).binary for launch in result.launches if launch.gemms]
@@ -126,7 +118,7 @@ def test_every_choice_compiles_clean(choose, number):
 def test_vendor_call_takes_tiled_scales_without_copies(choose, bias):
     """Elements and tiled scale bytes as the casts wrote them, the weight transposed by its strides."""
     choose(100)
-    result = _generate(_linear(512, 1024, bias=bias), 300)
+    result = generate(_linear(512, 1024, bias=bias), (300, 512))
     (call,) = re.findall(r"extern_kernels\.mx_vendor_scaled_mm\((.*)\)", result.wrappers["inference"])
     a, scale_a, b, scale_b, *others = re.findall(r"(?:reinterpret_tensor\(.*?\), \d+\)|[^,]+)(?:, |$)", call)
     assert len(others) == 1 + bias
@@ -180,11 +172,10 @@ def test_torch_accepts_the_vendors_arguments(monkeypatch):
 
 @pytest.mark.parametrize("number", mostly_slow([0, 1, NUM_TILED, NUM_TILED + 1], 0))
 def test_scaled_mm_of_other_configs_has_the_reference_values(choose, number, tmp_path):
-    """Configs that are not the default, in the interpreter, at sizes that end inside every tile."""
     model = torch.nn.Linear(288, 272).to(BF16)
     x = torch.randn(300, 288).mul_(torch.exp2(torch.randint(-8, 8, (300, 1)))).to(BF16)
     choose(number)
-    mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY, out_dir=tmp_path)
+    mxcompile.codegen(model, x, target="sm_100", training=False, policy=every("mxfp8"), out_dir=tmp_path)
     (out,) = interpret(tmp_path, [model.weight.detach(), model.bias.detach(), x])
     exact = product(x, model.weight.detach().t(), NVIDIA, torch.float32) + model.bias.detach().float()
     assert sqnr_db(exact.to(BF16), out) > 50

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from generating import generate
 from helpers.paces import mostly_slow
-from torch import Tensor, nn
+from helpers.written import Written
+from torch import nn
+from torch.nn import functional as F
 
 from mxcompile.offline import CodegenResult, codegen
 from mxcompile.offline.binary import Binary
@@ -18,61 +20,9 @@ from mxcompile.offline.launch import Kernel
 TOKENS = 512
 
 
-class Heads(nn.Module):
-    """Queries with a norm for each head: its backward reads five tensors, by heads of a row."""
-
-    def __init__(self, heads: int, head: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q = nn.Linear(640, heads * head, bias=False)
-        self.norm = nn.RMSNorm(head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.norm(self.q(x).view(1, TOKENS, self.heads, -1)).transpose(1, 2)
-        return q @ q.transpose(-1, -2)
-
-
-class Gelu(nn.Module):
-    """A gated feed-forward part, whose backward calls the hyperbolic tangent of a library."""
-
-    width = 2048
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(640, self.width, bias=False) for _ in range(2))
-        self.down = nn.Linear(self.width, 640, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
-
-
-class SwiGLU(Gelu):
-    """The same, wide, with a gate that casts compute forward and backward."""
-
-    width = 14336
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-def generated(build: Callable[[], nn.Module], target: str, word: str = "mxfp8") -> CodegenResult:
-    policy = {"version": 1, "rules": [{"match": {"min_m": 1}, "use": word}]}
-    with torch.device("meta"):
-        model = build().to(torch.bfloat16)
-        x = torch.empty(1, TOKENS, 640, dtype=torch.bfloat16, requires_grad=True)
-    return codegen(model, x, target=target, policy=policy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "target"),
-    [(lambda: Heads(4, 256), "sm_100"), (Gelu, "sm_90")],
-    ids=["norm of heads", "gelu"],
-)
-def test_templates_do_not_spill_at_widths_of_gemma(build: Any, target: str):
-    result = generated(build, target)
-    assert any(kernel.is_template for kernel in result.kernels)
-    assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []
+def generated(model: nn.Module, target: str, use: str = "mxfp8") -> CodegenResult:
+    x = torch.empty(1, TOKENS, 640, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    return generate(model, x, target=target, use=use, training=True)
 
 
 CASTS_TO_FP4 = [("sm_100", "mxfp4"), ("sm_120", "nvfp4"), ("gfx950", "mxfp4")]
@@ -81,23 +31,24 @@ CASTS_TO_FP4 = [("sm_100", "mxfp4"), ("sm_120", "nvfp4"), ("gfx950", "mxfp4")]
 @pytest.mark.parametrize(("target", "word"), mostly_slow(CASTS_TO_FP4, CASTS_TO_FP4[0], rows=True))
 def test_casts_to_fp4_beside_their_producer(target: str, word: str):
     """A copy has half as many bytes as its source has elements; other kernels read that source too."""
-    result = generated(SwiGLU, target, word)
+    parts = {"gate": (640, 14336), "up": (640, 14336), "down": (14336, 640)}
+    with torch.device("meta"):
+        layers = {name: nn.Linear(*sizes, bias=False) for name, sizes in parts.items()}
+    swiglu = Written(lambda model, x: model.down(F.silu(model.gate(x)) * model.up(x)), **layers)
+    result = generated(swiglu, target, word)
     assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []
     assert {gemm.precision for gemm in result.report.gemms} == {word}
     assert sum("mx.matmul.default" in launch.operators for launch in result.launches) == 9
 
 
 def test_kernels_that_spill_are_named():
-    kernels = [
+    tiles = "from mxcompile.lowering.kernels import tiles"
+    kernels = tuple(
         Kernel(phase="backward", name=name, source=source, binary=Binary(spill_bytes=bytes_))
-        for name, source, bytes_ in (
-            ("cast", "from mxcompile.lowering.kernels import tiles", 12),
-            ("loss", "", 8),
-            ("norm", "", 0),
-        )
-    ]
-    result = generated(lambda: nn.Linear(640, 64), "sm_90")
-    spilling = dataclasses.replace(result, launches=(), kernels=tuple(kernels), wrappers={})
+        for name, source, bytes_ in (("cast", tiles, 12), ("loss", "", 8), ("norm", "", 0))
+    )
+    result = generated(nn.Linear(640, 64), "sm_90")
+    spilling = dataclasses.replace(result, launches=(), kernels=kernels, wrappers={})
     assert str(spilling).splitlines()[-3:] == [
         "generated kernels: 3, of them 2 spill registers",
         "  backward cast (mxcompile's) spills 12 bytes a thread",
@@ -162,6 +113,7 @@ def test_no_kernel_of_ours_spills_in_a_real_model(name: str, target: str):
     model, inputs = _real(name)
     result = codegen(model, target=target, kwargs=inputs)
     assert result.problems == ()
+    assert any(kernel.is_template for kernel in result.kernels)
     assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []
     named = [line.strip() for line in str(result).splitlines() if " spills " in line]
     assert named == [kernel.spill for kernel in result.spilling]

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import quantize, scaled_mm
-from helpers.graphs import lowered, traced
+from helpers.graphs import calls, lowered, traced
 from torch import fx
 
 from mxcompile import ops
@@ -21,7 +22,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 def _tiled(function, *inputs) -> tuple[fx.GraphModule, list[int]]:
     """The graph of `function` after the pass, and the ranks of the scales its casts write."""
     module, _ = lowered([TileScales], "sm_100", traced(function, *inputs))
-    casts = [node for node in module.graph.nodes if node.target is ops.cast]
+    casts = calls(module, ops.cast)
     assert all((cast.meta["val"][1].ndim == 1) == ("128x4" in cast.args[1][0]) for cast in casts)
     return module, [cast.meta["val"][1].ndim for cast in casts]
 
@@ -50,11 +51,8 @@ def test_all_casts_of_a_layer_and_the_same_results():
     matrices = _matrices((150, 72), (40, 72), (150, 40))
     module, ranks = _tiled(_step, *matrices)
     assert ranks == [1] * 6
-    for computed, expected in zip(module(*matrices), _step(*matrices), strict=True):
-        assert torch.equal(computed, expected)
-    assert not [
-        n for n in module.graph.nodes if str(n.target) == "aten.t.default" and n.meta["val"].ndim == 1
-    ]
+    assert_same_bits(module(*matrices), _step(*matrices))
+    assert all(node.meta["val"].ndim == 2 for node in calls(module, torch.ops.aten.t.default))
 
 
 def test_not_where_the_chip_reads_rows():
@@ -69,29 +67,23 @@ def test_tiled_scales_of_symbolic_sizes_add_no_guards():
     """A scale is a number of whole tiles for any token count, and nothing is asked of the sizes."""
     matrices = _matrices((150, 72), (40, 72), (150, 40))
     module = traced(_step, *matrices, mode="symbolic")
-    mode = next(node.meta["val"] for node in module.graph.nodes if node.op == "placeholder").fake_mode
-    guards = len(mode.shape_env.guards)
+    guards = next(iter(module.graph.nodes)).meta["val"].fake_mode.shape_env.guards
+    before = len(guards)
     lowered([TileScales], "sm_100", module)
-    assert len(mode.shape_env.guards) == guards
-    lengths = [n.meta["val"][1].shape[0] for n in module.graph.nodes if n.target is ops.cast]
+    assert len(guards) == before
+    lengths = [node.meta["val"][1].shape[0] for node in calls(module, ops.cast)]
     assert len(lengths) == 6
     assert all(length.node.expr % 512 == 0 for length in lengths)
     others = _matrices((300, 72), (40, 72), (300, 40))
-    for computed, expected in zip(module(*others), _step(*others), strict=True):
-        assert torch.equal(computed, expected)
+    assert_same_bits(module(*others), _step(*others))
 
 
 def test_a_scale_that_something_else_reads_stays():
     def step(x, w):
         rowwise = _quantize(x, -1)
-        decoded = ops.decode(
-            *rowwise, -1, "e4m3 1x32 rceil", torch.float32
-        )  # one copy kept, the other made from it
+        decoded = ops.decode(*rowwise, -1, "e4m3 1x32 rceil", torch.float32)  # the other copy is made of it
         columnwise, weight = _quantize(decoded, -2), _quantize(w, -2)
-        return (
-            scaled_mm(*rowwise, *weight, None, BF16),
-            scaled_mm(*_t(columnwise), *weight, None, BF16),
-        )
+        return [scaled_mm(*a, *weight, None, BF16) for a in (rowwise, _t(columnwise))]
 
     x, w = _matrices((64, 64), (64, 96))
     assert _tiled(step, x, w)[1] == [2, 1, 1]
@@ -145,5 +137,5 @@ def test_backward_product_with_tiled_scales_is_dequantized(transposed):
     a = quantize(x, -2 if transposed else -1, E4M3, "rceil", False, "128x4")
     b = quantize(w, -2, E4M3, "rceil", False, "128x4")
     module, _ = lowered([Expand], "sm_100", traced(backward, *a, *b))
-    assert not [node for node in module.graph.nodes if node.target is ops.matmul]
+    assert not calls(module, ops.matmul)
     torch.testing.assert_close(module(*a, *b), backward(*a, *b), rtol=1e-5, atol=0)

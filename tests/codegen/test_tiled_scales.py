@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import triton
+from generating import assert_clean, generate, product_of
+from helpers.written import Written
 from triton.runtime import _allocation
 
-import mxcompile
 from mxcompile.lowering.choices import configs
 from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.kernels import scratch
 from mxcompile.lowering.templates import vendor
 
 COPY = "tcgen05.cp.cta_group::1.warpx4.32x128b"
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 def _products(result):
@@ -79,20 +79,15 @@ def test_casts_write_whole_tiles(generated):
     """A copy's scale is a vector of whole tiles, in what forward makes, keeps for backward and uses there."""
     result = generated("sm_100", True)
     for phase in ("forward", "backward"):
-        bytes_ = re.findall(
-            r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.uint8\)", result.wrappers[phase]
-        )
+        allocated = r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.uint8\)"
+        bytes_ = re.findall(allocated, result.wrappers[phase])
         shapes = {tuple(map(int, re.findall(r"\d+", shape))) for shape in bytes_}
         assert shapes
         assert all(len(shape) == 1 and shape[0] % 512 == 0 for shape in shapes), shapes
-    returned = result.wrappers["forward"].rpartition("return (")[2]
-    saved = re.findall(r"\w+", returned)
-    buffers = re.findall(
-        r"(\w+) = empty_strided_cuda\(\(\d+, \), \(1, \), torch\.uint8\)", result.wrappers["forward"]
-    )
-    assert len(set(saved) & set(buffers)) == 3, (
-        "x of QKV, of gate and up, of down; attention keeps its result"
-    )
+    forward = result.wrappers["forward"]
+    saved = {*re.findall(r"\w+", forward.rpartition("return (")[2])}
+    buffers = {*re.findall(r"(\w+) = empty_strided_cuda\(\(\d+, \), \(1, \), torch\.uint8\)", forward)}
+    assert len(saved & buffers) == 3, "x of QKV, of gate and up, of down; attention keeps its result"
 
 
 def test_nothing_lies_between_a_saved_cast_and_wgrad(generated):
@@ -104,22 +99,17 @@ def test_nothing_lies_between_a_saved_cast_and_wgrad(generated):
 
 @pytest.mark.parametrize("target", ["sm_103"])
 def test_the_other_chip_of_the_family(target):
-    model = torch.nn.Linear(512, 1024, device="meta", dtype=torch.bfloat16)
-    x = torch.empty(256, 512, device="meta", dtype=torch.bfloat16)
-    result = mxcompile.codegen(model, x, target=target, policy=POLICY)
+    result = generate(torch.nn.Linear(512, 1024), (256, 512), target=target, training=True)
     assert len(_products(result)) == 2
     assert all(COPY in result.kernel(launch).binary.text["ptx"] for launch in _products(result))
-    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+    assert not result.spilling
 
 
 @pytest.mark.parametrize(("k", "tokens"), [(520, 4096), (100, 300)])
 def test_sizes_that_the_accelerator_cannot_read_keep_tiled_scales(k, tokens):
     """The pointer form loads whole tiles too, by 16 bytes a thread or as many as there are."""
-    model = torch.nn.Linear(k, 1000, device="meta", dtype=torch.bfloat16)
-    x = torch.empty(tokens, k, device="meta", dtype=torch.bfloat16)
-    result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
-    (launch,) = _products(result)
-    binary = result.kernel(launch).binary
+    result = generate(torch.nn.Linear(k, 1000), (tokens, k))
+    binary = product_of(result)[1].binary
     assert COPY in binary.text["ptx"]
     assert "cp.async.bulk.tensor" not in binary.text["ptx"]
     assert binary.spill_bytes == 0
@@ -131,27 +121,11 @@ def test_large_products_take_wide_tiles(monkeypatch):
     """From as many tiles as there are processors on, where the library's is not there."""
     monkeypatch.setattr(vendor, "fits_fp8", lambda *_: False)
     monkeypatch.setattr(configs, "tiled_configs", lambda target: tiled_configs(target)[:2])
-    model = torch.nn.Linear(4096, 14336, bias=False, device="meta", dtype=torch.bfloat16)
-    x = torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16)
-    result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
+    result = generate(torch.nn.Linear(4096, 14336, bias=False, device="meta"), (4096, 4096))
     (gemm,) = result.report.gemms
     assert gemm.kernel == "mx_scaled_mm_tiled 128x256x128 (tcgen05.mma block_scale)"
-    (launch,) = _products(result)
-    binary = result.kernel(launch).binary
-    assert binary.spill_bytes == 0
-    assert binary.tmem_columns <= 512
-    assert result.problems == ()
-
-
-class _WithTransposed(torch.nn.Module):
-    """Products, to which a tensor is added that lies the other way round."""
-
-    def __init__(self, *weight):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(weight, device="meta", dtype=torch.bfloat16))
-
-    def forward(self, x, residual):
-        return torch.matmul(x, self.weight.mT) + residual.mT
+    assert product_of(result)[1].binary.tmem_columns <= 512
+    assert_clean(result)
 
 
 def _strides(ttgir, values):
@@ -176,15 +150,15 @@ def test_results_of_more_than_2_31_elements(monkeypatch, x, weight, form):
     """
     monkeypatch.setattr(vendor, "fits_fp8", lambda *_: False)
     m, n = x[-2], weight[-2]
-    inputs = [torch.empty(size, device="meta", dtype=torch.bfloat16) for size in (x, (*x[:-2], n, m))]
-    result = mxcompile.codegen(
-        _WithTransposed(*weight), *inputs, target="sm_100", training=False, policy=POLICY
+    model = Written(
+        lambda model, x, residual: torch.matmul(x, model.weight.mT) + residual.mT,
+        weight=torch.nn.Parameter(torch.empty(weight, device="meta")),
     )
+    result = generate(model, x, (*x[:-2], n, m))
     (gemm,) = result.report.gemms
     assert gemm.kernel.split()[0] == form
     assert result.problems == ()
-    (launch,) = _products(result)
-    kernel = result.kernel(launch)
+    _, kernel = product_of(result)
     assert "INDEX_DTYPE : tl.constexpr = tl.int64" in kernel.source
     strides = _strides(kernel.binary.text["ttgir"], {str(m), str(n)})
     assert strides >= {(str(m), "i64"), (str(n), "i64")}

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from fake_timing import fastest
+from generating import generate
+from helpers.written import Written
 from torch import fx, nn
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
@@ -14,7 +16,6 @@ from torch._inductor.scheduler import Scheduler
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
 from torch._inductor.virtualized import V
 
-import mxcompile
 from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.templates import examples
 from mxcompile.lowering.templates.coding import Coding
@@ -22,20 +23,10 @@ from mxcompile.offline import driver
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
-
-class Experts(nn.Module):
-    """Four experts, each an up- and a down-projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.empty(4, 128, 256))
-        self.down = nn.Parameter(torch.empty(4, 256, 128))
-
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.gelu(nn.functional.grouped_mm(x, self.up, offs=ends))
-        return nn.functional.grouped_mm(y, self.down, offs=ends)
+def experts(model: Written, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.gelu(nn.functional.grouped_mm(x, model.up, offs=ends))
+    return nn.functional.grouped_mm(y, model.down, offs=ends)
 
 
 def _buffer(dtype: torch.dtype, size: list[int], stride: list[int]) -> ir.Buffer:
@@ -105,16 +96,14 @@ def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
         return out
 
     selected = winners.autotune_select_algorithm
-    layer = nn.Linear(512, 2048, device="meta", dtype=torch.bfloat16)
-    x = torch.empty(256, 512, device="meta", dtype=torch.bfloat16)
+    layer = nn.Linear(512, 2048)
     with fastest(lambda *_: True):
         plain = AlgorithmSelectorCache.do_autotuning
         monkeypatch.setattr(AlgorithmSelectorCache, "do_autotuning", timings)
         monkeypatch.setattr(Scheduler, "benchmark_codegened_module", fused)
         monkeypatch.setattr(winners, "autotune_select_algorithm", select)
         monkeypatch.setitem(driver._CONFIG, winners.BENCHMARKED, fused_ones_timed)
-        model = nn.Sequential(layer, nn.GELU()) if fused_ones_timed else layer
-        mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
+        generate(nn.Sequential(layer, nn.GELU()) if fused_ones_timed else layer, (256, 512))
     assert put_off == [fused_ones_timed]
     assert [set(example) for example in example_inputs] == [{0, 1, 2, 3}]
     for source in written:
@@ -134,12 +123,9 @@ def test_autotuning_times_experts_on_them(monkeypatch):
         return plain(name, choices, operands, layout, **keywords)
 
     monkeypatch.setattr(winners, "autotune_select_algorithm", select)
-    model, x = (
-        Experts().to("meta", torch.bfloat16),
-        torch.empty(256, 128, device="meta", dtype=torch.bfloat16),
-    )
+    up, down = (nn.Parameter(torch.empty(shape)) for shape in ((4, 128, 256), (4, 256, 128)))
     ends = torch.zeros(4, dtype=torch.int32, device="meta")
     with fastest(lambda *_: True):
-        mxcompile.codegen(model, x, ends, target="sm_100", training=True, policy=POLICY)
+        generate(Written(experts, up=up, down=down), (256, 128), ends, training=True)
     for name in ("mx_scaled_grouped_mm", "mx_scaled_grouped_mm_k_tiled"):
         assert example_sizes[name] == [{0, 1, 2, 3, 4}] * len(example_sizes[name])

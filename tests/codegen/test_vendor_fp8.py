@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from helpers.casts import encode
-from helpers.graphs import lowered, traced
+from helpers.graphs import calls, lowered, traced
+from helpers.spread import spread
 from torch import Tensor
 
 from mxcompile import ops
@@ -70,12 +71,27 @@ def applied(function, *inputs, chip=CHIP):
 
 def product(x, w, words, bias=None, left_swapped=False, right_swapped=False, dtype=torch.bfloat16):
     """x · w, each cast along the contraction, in the memory layout asked for."""
-    left, right = (words, words) if isinstance(words, str) else words
-    a, sa = encode(x.t().contiguous(), -2, left) if left_swapped else encode(x, -1, left)
-    b, sb = encode(w.t().contiguous(), -1, right) if right_swapped else encode(w, -2, right)
-    a, sa = (a.t(), sa.t()) if left_swapped else (a, sa)
-    b, sb = (b.t(), sb.t()) if right_swapped else (b, sb)
-    return ops.matmul(a, sa, b, sb, bias, dtype, left, right)
+    words = (words, words) if isinstance(words, str) else words
+    sides = []
+    for side, dim, word, swapped in zip((x, w), (-1, -2), words, (left_swapped, right_swapped), strict=True):
+        parts = encode(side.t().contiguous(), -3 - dim, word) if swapped else encode(side, dim, word)
+        sides += [part.t() for part in parts] if swapped else parts
+    return ops.matmul(*sides, bias, dtype, *words)
+
+
+def check(function, *inputs, chip=CHIP, run=None):
+    """The graph of `function`, whose products the vendor's GEMM takes, and which has its values."""
+    module, reasons = applied(function, *inputs, chip=chip)
+    assert reasons == []
+    computed = run(module).run(*inputs) if run else module(*inputs)
+    torch.testing.assert_close(computed, function(*inputs), rtol=2**-7, atol=1e-4)
+    return module
+
+
+def strides_of_product(module):
+    """The one product, and the strides of its operands."""
+    (node,) = calls(module, torch.ops.aten._scaled_mm.default)
+    return node, tuple(argument.meta["val"].stride() for argument in node.args[:2])
 
 
 def _cpu_takes_channels() -> bool:
@@ -100,20 +116,11 @@ CHANNEL = pytest.param(
 @pytest.mark.parametrize("left_swapped", [False, True])
 @pytest.mark.parametrize("word", ["e4m3 tensor nearest", CHANNEL])
 def test_vendor_fp8_product_keeps_values_in_every_layout(word: str, left_swapped: bool, right_swapped: bool):
-    gen = torch.Generator().manual_seed(1)
-    x = torch.randn(40, 64, generator=gen) * torch.exp2(torch.randint(-9, 9, (40, 1), generator=gen).float())
-    w = torch.randn(64, 48, generator=gen) * torch.exp2(torch.randint(-9, 9, (1, 48), generator=gen).float())
-
-    def function(x, w):
-        return product(x, w, word, None, left_swapped, right_swapped)
-
-    module, reasons = applied(function, x, w)
-    assert reasons == []
-    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
-    left, right = (argument.meta["val"] for argument in node.args[:2])
-    assert (left.stride(), right.stride()) == ((64, 1), (1, 64))
+    x, w = spread(40, 64, binades=9, tile=(1, 64)), spread(64, 48, binades=9, tile=(64, 1))
+    module = check(lambda x, w: product(x, w, word, None, left_swapped, right_swapped), x, w)
+    node, strides = strides_of_product(module)
+    assert strides == ((64, 1), (1, 64))
     assert [tag.kernel for tag in tags_of(node)] == [f"aten._scaled_mm ({word.split()[1]} scales)"]
-    torch.testing.assert_close(module(x, w), function(x, w), rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("right", [False, True])
@@ -129,19 +136,8 @@ def test_rows_that_begin_between_multiples_of_16_bytes_are_copied(right: bool):
         sides = (x_codes, own_scale, part.t(), scale) if right else (part, scale, x_codes.t(), own_scale.t())
         return ops.matmul(*sides, None, torch.bfloat16, word, word)
 
-    inputs = torch.randn(32, 64), whole, half
-    module, reasons = applied(function, *inputs)
-    assert reasons == []
-    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
-    left, right_one = (argument.meta["val"] for argument in node.args[:2])
-    assert (left.stride(), right_one.stride()) == ((64, 1), (1, 64))
-    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=2**-7, atol=1e-4)
-
-
-def binades(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    """Numbers whose magnitudes lie over 40 binades, so that a scale in the wrong place shows."""
-    spread = torch.randint(-20, 20, shape, generator=generator)
-    return torch.randn(shape, generator=generator) * torch.exp2(spread.float())
+    module = check(function, torch.randn(32, 64), whole, half)
+    assert strides_of_product(module)[1] == ((64, 1), (1, 64))
 
 
 @pytest.mark.parametrize("right_swapped", [False, True])
@@ -149,38 +145,22 @@ def binades(*shape: int, generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("right", ["1x128", "128x128"])
 def test_scales_of_blocks_lie_as_the_gemm_reads_them(right: str, left_swapped: bool, right_swapped: bool):
     """Hopper's: [m, k/128] with m innermost; [k/128, n] with n, or [k/128, n/128] with k/128 innermost."""
-    gen = torch.Generator().manual_seed(2)
-    x, w = binades(36, 512, generator=gen), binades(512, 272, generator=gen)
-    words = "e4m3 1x128 nearest", f"e4m3 {right} nearest"
-
-    def function(x, w):
-        return product(x, w, words, None, left_swapped, right_swapped)
-
-    module, reasons = applied(function, x, w, chip=HOPPER)
-    assert reasons == []
-    assert not module.graph.find_nodes(op="call_function", target=ops.matmul)
-    torch.testing.assert_close(Checked(module).run(x, w), function(x, w), rtol=2**-7, atol=1e-4)
+    x, w = spread(36, 512, binades=20), spread(512, 272, binades=20)
+    how = ("e4m3 1x128 nearest", f"e4m3 {right} nearest"), None, left_swapped, right_swapped
+    module = check(lambda x, w: product(x, w, *how), x, w, chip=HOPPER, run=Checked)
+    assert not calls(module, ops.matmul)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("word", ["e4m3 tensor nearest", "e4m3 channel nearest", "e5m2 tensor nearest"])
 def test_elements_with_the_other_bias(word: str, swapped: bool):
     """MI300's: half the value for the same bits. Every code there is, by torch's conversion of its types."""
-    gen = torch.Generator().manual_seed(3)
-    right = word.replace("e5m2", "e4m3")
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0)
-    x = torch.cat(
-        [codes.reshape(4, 64), torch.randn(36, 64, generator=gen)]
-    )  # scale 1: each row has the largest
-    x[:, 0] = 448.0
-    w = torch.randn(64, 48, generator=gen)
-
-    def function(x, w):
-        return product(x, w, (word, right), None, swapped, not swapped)
-
-    module, reasons = applied(function, x, w, chip=FNUZ)
-    assert reasons == []
-    torch.testing.assert_close(CheckedFnuz(module).run(x, w), function(x, w), rtol=2**-7, atol=1e-4)
+    x = torch.cat([codes.reshape(4, 64), torch.randn(36, 64)])
+    x[:, 0] = 448.0  # scale 1: each row has the largest
+    how = (word, word.replace("e5m2", "e4m3")), None, swapped, not swapped
+    inputs = x, torch.randn(64, 48)
+    check(lambda x, w: product(x, w, *how), *inputs, chip=FNUZ, run=CheckedFnuz)
 
 
 def test_nonfinite_elements_surface_in_fnuz_formats():
@@ -229,7 +209,7 @@ def test_products_unsupported_by_the_vendor_have_a_reason(shape, words, dtype: t
     inputs, chip = (torch.randn(m, k), torch.randn(k, n)), CHIP if "of cpu" in cause else HOPPER
     module, (reason,) = applied(lambda x, w: product(x, w, words, dtype=dtype), *inputs, chip=chip)
     assert cause in reason
-    assert module.graph.find_nodes(op="call_function", target=ops.matmul)
+    assert calls(module, ops.matmul)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +246,5 @@ def test_reason_names_powers_of_two_where_an_mx_gemm_multiplies_them(target: str
 
 
 def test_mx_products_have_no_reason_against_the_vendor_gemm():
-    _, reasons = applied(
-        lambda x, w: product(x, w, "e2m1 1x32 rceil"), torch.randn(40, 64), torch.randn(64, 48)
-    )
-    assert reasons == []
+    inputs = torch.randn(40, 64), torch.randn(64, 48)
+    assert applied(lambda x, w: product(x, w, "e2m1 1x32 rceil"), *inputs)[1] == []

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from fake_timing import fastest
+from generating import generate
+from helpers.policies import every
+from helpers.written import Written
 from torch import nn
 from torch._inductor import config
 
@@ -16,30 +19,19 @@ from mxcompile.compiler import backend
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.lowering.inductor import winners
 
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 MMA = "(tcgen05.mma block_scale)"
 Choice = Callable[[str, dict[str, str]], bool]
-
-
-class Wide(nn.Module):
-    """A product with something behind it to be fused, and one without; their casts are shared with none."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return y * self.down(nn.functional.gelu(self.up(x)))
 
 
 def _generate(
     rows: int, choice: Choice, target: str = "sm_100", behind: Choice | None = None
 ) -> mxcompile.offline.CodegenResult:
-    model = Wide(128, 2048).to("meta", torch.bfloat16)
-    x, y = (torch.empty(rows, size, device="meta", dtype=torch.bfloat16) for size in (128, 2048))
+    """A product with something behind it to be fused, and one without; their casts are shared with none."""
+    layers = {"up": nn.Linear(128, 2048), "down": nn.Linear(2048, 2048, bias=False)}
+    wide = Written(lambda model, x, y: y * model.down(nn.functional.gelu(model.up(x))), **layers)
     before = config.get_config_copy()
     with fastest(choice, behind):
-        result = mxcompile.codegen(model, x, y, target=target, training=False, policy=POLICY)
+        result = generate(wide, (rows, 128), (rows, 2048), target=target)
     assert config.get_config_copy() == before
     return result
 
@@ -99,11 +91,8 @@ def test_a_tile_of_the_product(tiled, n, k):
     """Many rows: timed alone, and for one of them with what is fused behind."""
 
     def choice(_: str, constants: dict[str, str]) -> bool:
-        return ("WARP_SPECIALIZE" in constants, constants.get("BLOCK_N"), constants.get("BLOCK_K")) == (
-            tiled,
-            n,
-            k,
-        )
+        seen = "WARP_SPECIALIZE" in constants, constants.get("BLOCK_N"), constants.get("BLOCK_K")
+        return seen == (tiled, n, k)
 
     result = _generate(300, choice)
     kernel = f"mx_scaled_mm{'_tiled' if tiled else ''} 128x{n}x{k}"
@@ -154,7 +143,9 @@ def _train(kernel: str, monkeypatch: pytest.MonkeyPatch) -> tuple[mxcompile.Repo
     monkeypatch.setattr(backend, "Compilation", Chosen)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
-    torch.compile(model, backend="mxfp8", options={"policy": POLICY})(torch.randn(21, 48)).sum().backward()
+    torch.compile(model, backend="mxfp8", options={"policy": every("mxfp8")})(
+        torch.randn(21, 48)
+    ).sum().backward()
     return mxcompile.reports()[-1], compilations
 
 

@@ -21,12 +21,10 @@ import torch
 from drawn import Drawn, Model, build
 from functorch.compile import make_boxed_func
 from helpers.eager import reference_linears
-from helpers.eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend, node_by_node
 from helpers.reference import noise_db
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,14 +143,7 @@ def _without_passes(gm: Any, inputs: Any) -> Any:
     def run(graph: Any, _: Any) -> Any:
         return make_boxed_func(graph.forward)
 
-    return aot_autograd(
-        fw_compiler=run,
-        bw_compiler=run,
-        inference_compiler=run,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,
-    )(gm, inputs)
+    return node_by_node(run, decompositions=select_decomp_table())(gm, inputs)
 
 
 def _run(case: Drawn, model: Model, x: Tensor, backend: Any) -> dict[str, Tensor]:

@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from helpers.blocks import FeedForward
 from helpers.eager import NVIDIA, product
+from helpers.policies import every
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,22 +18,10 @@ from mxcompile.lowering.targets import of_device
 
 pytestmark = pytest.mark.gpu
 
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 MODE = "max-autotune-no-cudagraphs"
 
 
-class Layers(nn.Module):
-    """x + down(gelu(up(x))): each cast is read by one product."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-def _expected(model: Layers, x: Tensor) -> Tensor:
+def _expected(model: FeedForward, x: Tensor) -> Tensor:
     """The same with the reference casts on the CPU."""
 
     def linear(y: Tensor, layer: nn.Linear) -> Tensor:
@@ -41,8 +31,8 @@ def _expected(model: Layers, x: Tensor) -> Tensor:
     return x + linear(F.gelu(linear(x, model.up)), model.down)
 
 
-def _compiled(model: Layers, x: Tensor) -> tuple[Tensor, mxcompile.Report]:
-    backend = mxcompile.Backend(policy=POLICY, mode=MODE)
+def _compiled(model: FeedForward, x: Tensor) -> tuple[Tensor, mxcompile.Report]:
+    backend = mxcompile.Backend(policy=every("mxfp8"), mode=MODE)
     step = torch.compile(copy.deepcopy(model).to("cuda"), backend=backend, fullgraph=True)
     with torch.no_grad():
         out = step(x.to("cuda")).cpu()
@@ -53,7 +43,7 @@ def _compiled(model: Layers, x: Tensor) -> tuple[Tensor, mxcompile.Report]:
     ("tokens", "width", "hidden"), [(1, 512, 1024), (5, 520, 1100), (64, 1024, 4096), (300, 1000, 4096)]
 )
 def test_the_winner_equals_the_reference_and_is_named(tokens, width, hidden):
-    model = Layers(width, hidden).to(torch.bfloat16)
+    model = FeedForward(width, hidden).to(torch.bfloat16)
     x = torch.randn(tokens, width).to(torch.bfloat16)
     out, report = _compiled(model, x)
     assert sqnr_db(_expected(model, x), out) > 40  # casts of the second layer amplify roundings of the first
@@ -65,7 +55,7 @@ def test_the_winner_equals_the_reference_and_is_named(tokens, width, hidden):
 
 
 def test_a_warm_cache_names_the_same():
-    model, x = Layers(512, 1024).to(torch.bfloat16), torch.randn(300, 512).to(torch.bfloat16)
+    model, x = FeedForward(512, 1024).to(torch.bfloat16), torch.randn(300, 512).to(torch.bfloat16)
     first, report = _compiled(model, x)
     torch._dynamo.reset()
     second, same = _compiled(model, x)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers.policies import every
 from helpers.reference import sqnr_db
 from helpers.stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 
@@ -14,11 +15,9 @@ from mxcompile.lowering.targets import of_device
 
 pytestmark = pytest.mark.gpu
 
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-
 
 def compiled(model, **keywords):
-    backend = mxcompile.Backend(policy=POLICY, **keywords)
+    backend = mxcompile.Backend(policy=every("mxfp8"), **keywords)
     return torch.compile(copy.deepcopy(model).to("cuda"), backend=backend, fullgraph=True)
 
 

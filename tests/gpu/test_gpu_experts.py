@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager import NVIDIA, grouped_product, product
+from helpers.policies import every
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +16,6 @@ import mxcompile
 
 pytestmark = pytest.mark.gpu
 
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 EXPERTS, WIDTH, HIDDEN = 4, 144, 208
 
 
@@ -65,7 +65,7 @@ def test_compiled_experts_match_reference_on_the_gpu(ends: tuple[int, ...] | Non
     here = Experts()
     expected = _step(here, here, x, _reference, offs)
     there, x = Experts().cuda(), x.detach().cuda().requires_grad_()
-    compiled = torch.compile(there, backend="mxfp8", options={"policy": ALL}, fullgraph=True)
+    compiled = torch.compile(there, backend="mxfp8", options={"policy": every("mxfp8")}, fullgraph=True)
     multiply = _batched if ends is None else _grouped
     results = _step(compiled, there, x, multiply, None if offs is None else offs.cuda())
     report = mxcompile.reports()[-1]

@@ -57,7 +57,6 @@ def test_a_linear_layer_equals_the_one_by_hand(name: str, sizes: tuple[int, int]
 
 
 def test_delayed_scales_follow_the_amax_of_earlier_steps():
-    """Four steps, each larger than the one before; the histories are those by hand."""
     k, n = SIZES[0]
     use = {"precision": "fp8", "scaling": "delayed", "history": 3, "grad_dtype": "e5m2"}
     master = layer(k, n)

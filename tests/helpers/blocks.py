@@ -213,9 +213,9 @@ class StackedExperts(nn.Module):
 class FeedForward(nn.Module):
     """x + down(gelu(up(x))), with names that say so."""
 
-    def __init__(self, width: int = WIDTH, wide: int = 2 * WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, wide: int = 2 * WIDTH, biased_down: bool = True) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width)
+        self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width, bias=biased_down)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x)))

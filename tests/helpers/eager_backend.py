@@ -35,6 +35,12 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.models.wrappers import user_model
 
 
+def node_by_node(run: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """AOTAutograd whose graphs go to `run`."""
+    how = {"inference_compiler": run, "partition_fn": min_cut_rematerialization_partition, **how}
+    return aot_autograd(fw_compiler=run, bw_compiler=run, keep_inference_input_mutations=True, **how)
+
+
 class EagerBackend:
     """Options as for the real backend.
 
@@ -114,11 +120,5 @@ class EagerBackend:
             passes(graph)
             return run(graph, inputs)
 
-        return aot_autograd(
-            fw_compiler=run,
-            bw_compiler=run,
-            inference_compiler=inference,
-            partition_fn=partition,
-            decompositions=table(),
-            keep_inference_input_mutations=True,
-        )(gm, example_inputs)
+        how = {"inference_compiler": inference, "partition_fn": partition, "decompositions": table()}
+        return node_by_node(run, **how)(gm, example_inputs)

@@ -42,6 +42,10 @@ def lowered(
     return module, list(reasons.values())
 
 
+def calls(module: fx.GraphModule, operator: Any) -> list[fx.Node]:
+    return list(module.graph.find_nodes(op="call_function", target=operator))
+
+
 def operators(module: fx.GraphModule) -> list[str]:
     """The mx operators of a graph, in order."""
     names = (str(node.target) for node in module.graph.nodes)

@@ -51,34 +51,29 @@ def _per_layer(prefix: str, layers: int, roles: dict[str, str]) -> dict[str, str
     return {f"{prefix.format(i=i)}.{name}": role for i in range(layers) for name, role in roles.items()}
 
 
-LLAMA_LAYER = {
-    "self_attn.q_proj": "qkv",
-    "self_attn.k_proj": "qkv",
-    "self_attn.v_proj": "qkv",
-    "self_attn.o_proj": "attn_out",
-    "mlp.gate_proj": "ffn_in",
-    "mlp.up_proj": "ffn_in",
-    "mlp.down_proj": "ffn_out",
-}
+def _layer(qkv: str, attn_out: str, ffn_in: str, ffn_out: str) -> dict[str, str]:
+    """The roles of the layers of a block, whose names are words."""
+    words = {"qkv": qkv, "attn_out": attn_out, "ffn_in": ffn_in, "ffn_out": ffn_out}
+    return {name: role for role, names in words.items() for name in names.split()}
+
+
+SIZES = {"hidden_size": WIDTH, "intermediate_size": FFN, "num_attention_heads": 4}
+LLAMA_SIZES = {**SIZES, "vocab_size": 128, "num_key_value_heads": 2, "head_dim": 16}
+LLAMA_LAYER = _layer(
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj mlp.up_proj",
+    "mlp.down_proj",
+)  # fmt: skip
+
+
+def _decoder(model: nn.Module, layers: int, layer: dict[str, str], blocks: str = "model.layers.{i}") -> Case:
+    """A causal language model with its head."""
+    roles = {**_per_layer(blocks, layers, layer), "lm_head": "head"}
+    return Case(model=model, kwargs=_text(use_cache=False), roles=roles)
 
 
 def llama(layers: int = 2, **changes: Any) -> Case:
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": WIDTH,
-        "intermediate_size": FFN,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-    }
-    config = hf.LlamaConfig(**{**sizes, **changes})
-    return Case(
-        model=hf.LlamaForCausalLM(config),
-        kwargs=_text(use_cache=False),
-        roles={**_per_layer("model.layers.{i}", layers, LLAMA_LAYER), "lm_head": "head"},
-    )
+    sizes = {**LLAMA_SIZES, "num_hidden_layers": layers, "tie_word_embeddings": False, **changes}
+    return _decoder(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)), layers, LLAMA_LAYER)
 
 
 def llama_tied(layers: int = 2) -> Case:
@@ -90,22 +85,8 @@ def llama_eager(layers: int = 2) -> Case:
 
 
 def qwen3(layers: int = 2) -> Case:
-    config = hf.Qwen3Config(
-        vocab_size=128,
-        hidden_size=WIDTH,
-        intermediate_size=FFN,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        attention_bias=True,
-        tie_word_embeddings=False,
-    )
-    return Case(
-        model=hf.Qwen3ForCausalLM(config),
-        kwargs=_text(use_cache=False),
-        roles={**_per_layer("model.layers.{i}", layers, LLAMA_LAYER), "lm_head": "head"},
-    )
+    how = {"num_hidden_layers": layers, "attention_bias": True, "tie_word_embeddings": False}
+    return _decoder(hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA_SIZES, **how)), layers, LLAMA_LAYER)
 
 
 def gpt2(layers: int = 2) -> Case:
@@ -113,39 +94,19 @@ def gpt2(layers: int = 2) -> Case:
         vocab_size=128, n_embd=WIDTH, n_layer=layers, n_head=4, n_positions=64, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    layer = {
-        "attn.c_attn": "qkv",
-        "attn.c_proj": "attn_out",
-        "mlp.c_fc": "ffn_in",
-        "mlp.c_proj": "ffn_out",
-    }
     model = hf.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # or transformers warns, which breaks the graph
-    return Case(
-        model=model,
-        kwargs=_text(use_cache=False),
-        roles={**_per_layer("transformer.h.{i}", layers, layer), "lm_head": "head"},
-    )
+    layer = _layer("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    return _decoder(model, layers, layer, "transformer.h.{i}")
 
 
 def bert(layers: int = 2) -> Case:
-    config = hf.BertConfig(
-        vocab_size=128,
-        hidden_size=WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        intermediate_size=FFN,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    layer = {
-        "attention.self.query": "qkv",
-        "attention.self.key": "qkv",
-        "attention.self.value": "qkv",
-        "attention.output.dense": "attn_out",
-        "intermediate.dense": "ffn_in",
-        "output.dense": "ffn_out",
-    }
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = hf.BertConfig(**SIZES, vocab_size=128, num_hidden_layers=layers, **dropout)
+    layer = _layer(
+        "attention.self.query attention.self.key attention.self.value", "attention.output.dense",
+        "intermediate.dense", "output.dense",
+    )  # fmt: skip
     return Case(
         model=hf.BertForMaskedLM(config),
         kwargs=_text(),
@@ -158,22 +119,9 @@ def bert(layers: int = 2) -> Case:
 
 
 def vit(layers: int = 2) -> Case:
-    config = hf.ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        intermediate_size=FFN,
-        image_size=32,
-        patch_size=8,
-    )
-    layer = {
-        "attention.q_proj": "qkv",
-        "attention.k_proj": "qkv",
-        "attention.v_proj": "qkv",
-        "attention.o_proj": "attn_out",
-        "mlp.fc1": "ffn_in",
-        "mlp.fc2": "ffn_out",
-    }
+    config = hf.ViTConfig(**SIZES, num_hidden_layers=layers, image_size=32, patch_size=8)
+    qkv = "attention.q_proj attention.k_proj attention.v_proj"
+    layer = _layer(qkv, "attention.o_proj", "mlp.fc1", "mlp.fc2")
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     return Case(
         model=hf.ViTForImageClassification(config),
@@ -204,51 +152,25 @@ def t5(layers: int = 2) -> Case:
 
 
 def mixtral(layers: int = 2) -> Case:
-    config = hf.MixtralConfig(
-        vocab_size=128, hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    attention = {k: v for k, v in LLAMA_LAYER.items() if k.startswith("self_attn")}
-    layer = {
-        **attention,
-        "mlp.gate": "router",
-        "mlp.experts.gate_up_proj": "expert_in",
-        "mlp.experts.down_proj": "expert_out",
-    }
-    return Case(
-        model=hf.MixtralForCausalLM(config).bfloat16(),  # in FP32 transformers hides its experts
-        kwargs=_text(use_cache=False),
-        roles={**_per_layer("model.layers.{i}", layers, layer), "lm_head": "head"},
-    )
-
-
-class _Wrapped(nn.Module):
-    """A module called with one positional tensor."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)  # type: ignore[no-any-return]
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = hf.MixtralConfig(**LLAMA_SIZES, num_hidden_layers=layers, **experts)
+    layer = {k: v for k, v in LLAMA_LAYER.items() if k.startswith("self_attn")} | {
+        "mlp.gate": "router", "mlp.experts.gate_up_proj": "expert_in", "mlp.experts.down_proj": "expert_out",
+    }  # fmt: skip
+    return _decoder(hf.MixtralForCausalLM(config).bfloat16(), layers, layer)  # in FP32 it hides its experts
 
 
 def _features(*shape: int) -> dict[str, Any]:
-    return {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
+    return {"input": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
 
 
 def torch_encoder(layers: int = 2) -> Case:
     layer = nn.TransformerEncoderLayer(WIDTH, 4, FFN, dropout=0.0, batch_first=True)
-    roles = {
-        "self_attn.in_proj": "qkv",
-        "self_attn.out_proj": "attn_out",
-        "linear1": "ffn_in",
-        "linear2": "ffn_out",
-    }
+    roles = _layer("self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2")
     return Case(
-        model=_Wrapped(nn.TransformerEncoder(layer, layers)),
+        model=nn.Sequential(nn.TransformerEncoder(layer, layers)),
         kwargs=_features(2, 19, WIDTH),
-        roles=_per_layer("inner.layers.{i}", layers, roles),
+        roles=_per_layer("0.layers.{i}", layers, roles),
     )
 
 
@@ -264,7 +186,7 @@ class _SelfAttention(nn.Module):
 def torch_attention(layers: int = 2) -> Case:
     return Case(
         model=nn.Sequential(*(_SelfAttention() for _ in range(layers))),
-        kwargs={"input": _features(2, 19, WIDTH)["x"]},
+        kwargs=_features(2, 19, WIDTH),
         roles=_per_layer("{i}", layers, {"attn.in_proj": "qkv", "attn.out_proj": "attn_out"}),
     )
 
@@ -290,8 +212,8 @@ class Fused(nn.Module):
 def fused(layers: int = 2) -> Case:
     return Case(
         model=nn.Sequential(*(Fused() for _ in range(layers))),
-        kwargs={"input": _features(2, 19, WIDTH)["x"]},
-        roles=_per_layer("{i}", layers, {"a": "qkv", "b": "attn_out", "c": "ffn_in", "d": "ffn_out"}),
+        kwargs=_features(2, 19, WIDTH),
+        roles=_per_layer("{i}", layers, _layer("a", "b", "c", "d")),
     )
 
 

@@ -1,6 +1,9 @@
-"""Marks of tests that need what not every PyTorch and Triton has; without it they skip with the reason."""
+"""Marks of tests that skip without what not every PyTorch and Triton has, and a stand-in of another CPU."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +32,11 @@ VIEWS_OF_ONE_BUFFER = pytest.mark.skipif(
     not hasattr(flex_cpu, "_realize_duplicate_buffer_inputs"),
     reason="this PyTorch's flex attention on a CPU refuses queries, keys and values that share a buffer",
 )
+
+
+def pretend_cpu(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Until the test ends, the target of this machine's CPU differs by `changes`."""
+    monkeypatch.setitem(TARGETS, "cpu", replace(TARGETS["cpu"], **changes))
 
 
 def skip_without_backward_of_fp32_experts() -> None:

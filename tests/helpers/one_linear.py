@@ -9,14 +9,11 @@ from torch import Tensor
 
 import mxcompile
 from helpers.casts import rounded_tensors
+from helpers.policies import every as policy
 from mxcompile.formats import Choices, Operands
 from mxcompile.formats.hadamard import transformed
 
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-
-def policy(use: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
 
 
 def operands(use: dict[str, Any]) -> Operands:

@@ -95,6 +95,15 @@ def operand(
     return Operand(qdata=codes.view(elem.dtype), scale=scale)
 
 
+def far_apart(operand: Operand) -> Operand:
+    """The same with rows 2^30 bytes and more apart. Only the pages that are written take memory."""
+    apart = (1 << 30) + 64
+    memory = torch.empty(len(operand.qdata) * apart, dtype=torch.uint8)
+    far = memory.as_strided(operand.qdata.shape, (apart, 1))
+    far.copy_(operand.qdata.view(torch.uint8))
+    return Operand(qdata=far.view(operand.qdata.dtype), scale=operand.scale)
+
+
 def assert_within(out: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, k: int) -> None:
     """Each element within what FP32 accumulation over `k` and one rounding to the output dtype may lose."""
     assert out.shape == exact.shape

@@ -10,9 +10,10 @@ import torch
 import mxcompile
 from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
+from helpers.policies import every
 from mxcompile.report import GemmRecord, Report
 
-EVERYTHING: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+EVERYTHING = every("mxfp8")
 """The policy that quantizes every layer."""
 
 

@@ -11,7 +11,9 @@ import functools
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import emulated
@@ -84,6 +86,27 @@ def library(form: str, source: str, folder: Path) -> ctypes.CDLL | emulated.Libr
     command = [get_cpp_compiler(), *FLAGS, *FORMS[form], f"-I{HEADERS}", str(stem.with_suffix(".cpp"))]
     subprocess.run([*command, "-o", str(stem.with_suffix(".so"))], check=True)
     return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def fixture_of(headers: str, functions: Iterable[str]) -> Any:
+    """A fixture of a module: `functions` in C++, which read `headers`, in one form after another."""
+    source = unit(headers, functions)
+
+    @pytest.fixture(scope="module", params=PARAMS)
+    def fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+        return library(request.param, source, tmp_path_factory.mktemp("forms"))
+
+    return fixture
+
+
+def unit(headers: str, functions: Iterable[str]) -> str:
+    included = [f'#include "{name}"' for name in headers.split()]
+    return "\n".join([*included, "using namespace mxcompile;", *functions])
+
+
+def exported(name: str, parameters: str, body: str) -> str:
+    """A function that ctypes finds."""
+    return f'extern "C" void {name}({parameters}) {{ {body} }}'
 
 
 def assembly(form: str, source: str) -> str:

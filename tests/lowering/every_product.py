@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpp_forms import EMULATED, FORMS, library, pointer
+from cpp_forms import EMULATED, FORMS, library, pointer, unit
 from tqdm import tqdm
 
 from mxcompile.formats import TWO_LEVEL, Format, stored_form
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--scales", nargs="*", type=int, default=range(256))
     options = parser.parse_args()
     wrong = 0
-    source = f'#include "weight_only_mm.h"\nusing namespace mxcompile;\n{SOURCE}'
+    source = unit("weight_only_mm.h", [SOURCE])
     with tempfile.TemporaryDirectory() as folder:
         for form in options.forms:
             functions = library(form, source, Path(folder))

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers.casts import quantize
+from helpers import graphs
+from helpers.casts import WITHOUT_SCHEMA, quantize
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.nn import functional as F
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.graph.tags import GemmTag, Kind, set_tag
+from mxcompile.graph.tags import Kind, set_tag
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.policy import Gemm
 
-TAG = GemmTag(
-    layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "x")
-)
+TAG = replace(graphs.TAG, module="", kind=Kind.PRODUCT, tensors=("x", "x"))
 BF16, ELEM = torch.bfloat16, torch.float8_e4m3fn
 FOR_CPUS = "aten._scaled_dot_product_flash_attention_for_cpu"
-WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 E4M3, E5M2 = "e4m3 1x32 rceil", "e5m2 1x32 rceil"
 KERNEL = "mx_attention C++ (keys and values mxfp8)"
@@ -60,32 +57,32 @@ def unmasked(q, k, ks, v, vs, mask) -> Tensor:
     return attend(q, k, ks, v, vs, None)
 
 
+def both(q: Tensor, *cache: Tensor) -> list[Tensor]:
+    """Keys and values for every head."""
+    return [repeated(values(*copies), q.shape[1]) for copies in (cache[:2], cache[2:])]
+
+
 def additive(q, k, ks, v, vs, mask) -> Tensor:
     bias = torch.where(mask, torch.arange(mask.shape[-1]) / -8, -math.inf).to(q.dtype)
-    return F.scaled_dot_product_attention(
-        q, *(values(*copies, q.dtype) for copies in ((k, ks), (v, vs))), attn_mask=bias, scale=0.3
-    )
+    sides = (values(*copies, q.dtype) for copies in ((k, ks), (v, vs)))
+    return F.scaled_dot_product_attention(q, *sides, attn_mask=bias, scale=0.3)
 
 
 def mixed(q, k, ks, v, vs, mask) -> Tensor:
-    codes = v.view(torch.float8_e5m2)
-    return F.scaled_dot_product_attention(
-        q, repeated(values(k, ks), q.shape[1]), repeated(ops.decode(codes, vs, -1, E5M2, BF16), q.shape[1])
-    )
+    vals = ops.decode(v.view(torch.float8_e5m2), vs, -1, E5M2, BF16)
+    return F.scaled_dot_product_attention(q, *(repeated(x, q.shape[1]) for x in (values(k, ks), vals)))
 
 
-def sliced(q, k, ks, v, vs, mask) -> Tensor:
-    keys, vals = (repeated(values(*copies), q.shape[1])[:, :, :20] for copies in ((k, ks), (v, vs)))
-    return F.scaled_dot_product_attention(q, keys, vals)
+def sliced(q, *cache_and_mask) -> Tensor:
+    return F.scaled_dot_product_attention(q, *(side[:, :, :20] for side in both(q, *cache_and_mask[:-1])))
 
 
-def causal(q, k, ks, v, vs, mask) -> Tensor:
-    keys, vals = (repeated(values(*copies), q.shape[1]) for copies in ((k, ks), (v, vs)))
-    return F.scaled_dot_product_attention(q, keys, vals, is_causal=True)
+def causal(q, *cache_and_mask) -> Tensor:
+    return F.scaled_dot_product_attention(q, *both(q, *cache_and_mask[:-1]), is_causal=True)
 
 
 def capped(q, k, ks, v, vs, mask) -> Tensor:
-    keys, vals = (repeated(values(*copies), q.shape[1]) for copies in ((k, ks), (v, vs)))
+    keys, vals = both(q, k, ks, v, vs)
     scores = 5 * torch.tanh(q @ keys.transpose(-1, -2) / 40)
     return scores.masked_fill(~mask, -math.inf).softmax(-1) @ vals
 
@@ -93,11 +90,10 @@ def capped(q, k, ks, v, vs, mask) -> Tensor:
 def lowered(function, example_inputs: list[Tensor], target: str = "cpu") -> tuple[fx.GraphModule, list[str]]:
     """`function` as a graph after the pass, and the reasons it gives."""
     with torch.no_grad():
-        module = make_fx(lambda *arguments: function(*arguments), tracing_mode="fake")(*example_inputs)
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
+        module = graphs.traced(function, *example_inputs)
+    for node in graphs.calls(module, torch.ops.aten.bmm.default):
         set_tag(node, TAG)  # as `find` does
-    chip = TARGETS[target]
-    step = CachedAttention(target=chip, device="cpu")
+    step = CachedAttention(target=TARGETS[target], device="cpu")
     candidates = list(step.candidates(module.graph))
     reasons = dict.fromkeys(candidates, step.obstacle) if step.obstacle else step.apply(module.graph)
     assert set(reasons) <= set(candidates)
@@ -107,7 +103,7 @@ def lowered(function, example_inputs: list[Tensor], target: str = "cpu") -> tupl
 
 
 def count(module: fx.GraphModule) -> int:
-    return len(module.graph.find_nodes(op="call_function", target=ops.attention))
+    return len(graphs.calls(module, ops.attention))
 
 
 @pytest.mark.parametrize("queries", [1, 16])
@@ -116,7 +112,7 @@ def test_attention_over_mx_cache_reads_quantized_values(function, queries: int):
     example_inputs = inputs(queries, heads=2 if function is additive else 6, dtype=torch.float32)
     module, reasons = lowered(function, example_inputs)
     assert (count(module), reasons) == (1, [])
-    assert not module.graph.find_nodes(op="call_function", target=ops.decode)
+    assert not graphs.calls(module, ops.decode)
     torch.testing.assert_close(module(*example_inputs), function(*example_inputs), rtol=1e-5, atol=1e-5)
 
 
@@ -149,7 +145,7 @@ def test_few_queries_read_many_keys_in_their_own_dtype(dtype: torch.dtype):
     mask = (torch.arange(100) < 80)[None, None, None].expand(2, 1, 1, 100)
     module, reasons = lowered(cast_queries, [q, k, v, mask])
     assert (count(module), reasons) == (1, [])
-    (node,) = module.graph.find_nodes(op="call_function", target=ops.attention)
+    (node,) = graphs.calls(module, ops.attention)
     assert [value.meta["val"].shape for value in (node.args[1], node.args[3])] == [k.shape, v.shape]
     rounding = {"rtol": 0.01, "atol": 0.01} if dtype is BF16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(module(q, k, v, mask), cast_queries(q, k, v, mask), **rounding)
@@ -166,24 +162,20 @@ PLAIN = {
     "strided keys": {"strided": True},
     "FP16": {"dtype": torch.float16},
     "GPU": {"target": "sm_90"},
+    "nothing quantized": {"function": shared_heads, "keys": 100, "dtype": torch.float32},  # policy bf16
 }
+ORDINARY = {
+    "function": cast_queries, "keys": 64, "queries": 1, "dtype": BF16, "strided": False, "target": "cpu",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PLAIN)
-def test_leaves_other_attention_without_a_stored_cache(case: str):
-    changes = {"keys": 64, "queries": 1, "dtype": BF16, "strided": False, "target": "cpu"} | PLAIN[case]
-    q = torch.randn(1, 2, changes["queries"], 64).to(changes["dtype"])
-    k = torch.randn(1, 2, changes["keys"], 64).to(changes["dtype"])
-    if changes["strided"]:
+@pytest.mark.parametrize("name", PLAIN)
+def test_leaves_other_attention_without_a_stored_cache(name: str):
+    case = ORDINARY | PLAIN[name]
+    q, k = (torch.randn(1, 2, case[side], 64).to(case["dtype"]) for side in ("queries", "keys"))
+    if case["strided"]:
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    module, reasons = lowered(cast_queries, [q, k, k.clone(), None], changes["target"])
-    assert (count(module), reasons) == (0, [])
-
-
-def test_graph_without_quantized_operands_keeps_the_attention_of_pytorch():
-    """So the policy bf16 gives Inductor's results, bit for bit."""
-    q, k = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 100, 64)
-    module, reasons = lowered(shared_heads, [q, k, k.clone(), None])
+    module, reasons = lowered(case["function"], [q, k, k.clone(), None], case["target"])
     assert (count(module), reasons) == (0, [])
 
 

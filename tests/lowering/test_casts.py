@@ -37,23 +37,20 @@ def wild(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 CASES = [
-    pytest.param(dtype, elem, rounding, square, shape, id=f"{dtype}-{elem}-{rounding}-{square}-{shape}")
-    for dtype, elem, rounding, square, shape in [
-        (BF16, E4M3, "rceil", False, (64, 128)),
-        (BF16, E5M2, "floor", False, (64, 128)),
-        (F32, E4M3, "even", False, (96, 64)),
-        (F32, E5M2, "ceil", False, (96, 64)),
-        (F32, E4M3, "rceil", True, (96, 64)),
-        (F16, E4M3, "rceil", False, (64, 64)),
-        (BF16, E4M3, "rceil", False, (33, 70)),
-        (BF16, E5M2, "even", True, (33, 70)),
-        (BF16, E4M3, "floor", False, (1, 48)),
-        (BF16, E4M3, "rceil", False, (0, 64)),
-    ]
+    (BF16, E4M3, "rceil", False, (64, 128)),
+    (BF16, E5M2, "floor", False, (64, 128)),
+    (F32, E4M3, "even", False, (96, 64)),
+    (F32, E5M2, "ceil", False, (96, 64)),
+    (F32, E4M3, "rceil", True, (96, 64)),
+    (F16, E4M3, "rceil", False, (64, 64)),
+    (BF16, E4M3, "rceil", False, (33, 70)),
+    (BF16, E5M2, "even", True, (33, 70)),
+    (BF16, E4M3, "floor", False, (1, 48)),
+    (BF16, E4M3, "rceil", False, (0, 64)),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "elem", "rounding", "square", "shape"), CASES)
+@pytest.mark.parametrize(("dtype", "elem", "rounding", "square", "shape"), CASES, ids=str)
 def test_compiled_casts_are_bit_exact(
     dtype: torch.dtype, elem: torch.dtype, rounding: str, square: bool, shape: tuple[int, int]
 ):
@@ -120,10 +117,7 @@ def test_casts_of_computed_values_use_the_rounded_value():
 @pytest.mark.parametrize("shape", [(40, 96), (64, 96), (17, 96)])
 def test_compiled_casts_of_dynamic_shapes_equal_reference(shape: tuple[int, int]):
     def casts(x: torch.Tensor) -> Any:
-        return (
-            *quantize_both(x, E4M3, "rceil"),
-            values(x, -2, E4M3, "rceil", False, BF16),
-        )
+        return *quantize_both(x, E4M3, "rceil"), values(x, -2, E4M3, "rceil", False, BF16)
 
     check(casts, torch.randn(shape, dtype=BF16), dynamic=True)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
-from cpp_forms import PARAMS, integer, library, pointer
+from cpp_forms import exported, fixture_of, integer, pointer
 from torch import Tensor
 
 from mxcompile.formats import stored_form
@@ -25,34 +26,24 @@ Keys and values in q's dtype have no scales.
 """
 
 
-def _source() -> str:
-    lines = ['#include "attention.h"', "using namespace mxcompile;"]
+def _functions() -> Iterator[str]:
     sizes = ", ".join(f"int64_t n{i}" for i in range(9))
     problem = f"Attention{{{', '.join(f'n{i}' for i in range(9))}, factor}}"
-    for elem in ELEMS:
-        for x in TYPES:
-            for mask in TYPES:
-                arguments = f"const {x}* q, const uint8_t* k, const uint8_t* ks, const uint8_t* v"
-                arguments += (
-                    f", const uint8_t* vs, const {mask}* m, {sizes}, float factor, int threads, {x}* out"
-                )
-                body = f"attention<{elem}>(q, k, ks, v, vs, m, {problem}, threads, out);"
-                lines.append(f'extern "C" void attend_{elem}_{x}_{mask}({arguments}) {{ {body} }}')
-    for x in TYPES:
-        for mask in TYPES:
-            arguments = f"const {x}* q, const {x}* k, const {x}* v, const {mask}* m, {sizes}, float factor"
-            body = f"dense_attention(q, k, v, m, {problem}, threads, out);"
-            lines.append(f'extern "C" void dense_{x}_{mask}({arguments}, int threads, {x}* out) {{ {body} }}')
-    lines.append(
-        'extern "C" void exps(const float* x, int64_t n, float* out) {'
-        " for (int64_t i = 0; i < n; i++) out[i] = exp_of(x[i]); }"
-    )
-    return "\n".join(lines)
+    for x, mask in product(TYPES, TYPES):
+        rest = f"const {mask}* m, {sizes}, float factor, int threads, {x}* out"
+        sides = (
+            f"const {x}* q, const uint8_t* k, const uint8_t* ks, const uint8_t* v, const uint8_t* vs, {rest}"
+        )
+        for elem in ELEMS:
+            body = f"attention<{elem}>(q, k, ks, v, vs, m, {problem}, threads, out);"
+            yield exported(f"attend_{elem}_{x}_{mask}", sides, body)
+        body = f"dense_attention(q, k, v, m, {problem}, threads, out);"
+        yield exported(f"dense_{x}_{mask}", f"const {x}* q, const {x}* k, const {x}* v, {rest}", body)
+    loop = "for (int64_t i = 0; i < n; i++) out[i] = exp_of(x[i]);"
+    yield exported("exps", "const float* x, int64_t n, float* out", loop)
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
+functions = fixture_of("attention.h", _functions())
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,15 @@ import ctypes
 import platform
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from cpp_forms import PARAMS, assembly, integer, library, pointer
+from cpp_forms import assembly, exported, fixture_of, integer, pointer, unit
 from helpers.bits import assert_same_bits, same_bits
 from helpers.casts import encode, quantize, values
+from helpers.policies import every
 from torch import Tensor, nn
 from torch._inductor import config, cpp_builder
 from torch._inductor.utils import run_and_get_code
@@ -39,38 +41,34 @@ def decoded(codes: Tensor, scales: Tensor, dim: int, elem: str, dtype: torch.dty
     return decode_tensors(codes.view(form.elem.dtype), scales, dim, form, dtype)
 
 
-def _source() -> str:
-    lines = ['#include "casts.h"', "using namespace mxcompile;"]
-    for elem in ELEMS:
-        for source in SOURCES:
-            results = f"Results<{source}>"
-            arguments = f"const {source}* x, int64_t number, int64_t m, int64_t n, {results} a, {results} b"
-            for rounding in Rounding:
-                cast = f"Cast<{elem}, Rounding::{rounding}, {source}, {source}>"
-                name = f"{elem}_{source}_{rounding}"
-                body = f"{cast}::matrices<false>(x, number, m, n, 2, a, b);"
-                lines.append(f'extern "C" void both_{name}({arguments}) {{ {body} }}')
-                body = f"{cast}::matrices<true>(x, number, m, n, 2, a, b);"
-                lines.append(f'extern "C" void square_{name}({arguments}) {{ {body} }}')
-                body = f"{cast}::rows(x, number * m, n, 2, b);"
-                lines.append(f'extern "C" void rows_{name}({arguments}) {{ {body} }}')
-    for elem in (*ELEMS, "E2M1", "NVFP4"):
-        for source in SOURCES:
-            weight_parameters = "const uint8_t* q, const uint8_t* s, const float* g"
-            back = f"{weight_parameters}, int64_t number, int64_t m, int64_t n, {source}* v"
-            body = f"dequantize_rows(Weight<{elem}>{{q, s, n, g, 1}}, number * m, 2, v);"
-            lines.append(f'extern "C" void rows_back_{elem}_{source}({back}) {{ {body} }}')
-            if elem != "NVFP4":
-                body = f"dequantize_columns<{elem}>(q, s, number, m, n, 2, v);"
-                lines.append(f'extern "C" void columns_back_{elem}_{source}({back}) {{ {body} }}')
-    return "\n".join(lines)
+def _functions() -> Iterator[str]:
+    sizes = "int64_t number, int64_t m, int64_t n"
+    for elem, source, rounding in product(ELEMS, SOURCES, Rounding):
+        arguments = f"const {source}* x, {sizes}, Results<{source}> a, Results<{source}> b"
+        cast = f"Cast<{elem}, Rounding::{rounding}, {source}, {source}>"
+        for name, call in (
+            ("both", "matrices<false>(x, number, m, n, 2, a, b)"),
+            ("square", "matrices<true>(x, number, m, n, 2, a, b)"),
+            ("rows", "rows(x, number * m, n, 2, b)"),
+        ):
+            yield exported(f"{name}_{elem}_{source}_{rounding}", arguments, f"{cast}::{call};")
+    for elem, source in product((*ELEMS, "E2M1", "NVFP4"), SOURCES):
+        back = f"const uint8_t* q, const uint8_t* s, const float* g, {sizes}, {source}* v"
+        body = f"dequantize_rows(Weight<{elem}>{{q, s, n, g, 1}}, number * m, 2, v);"
+        yield exported(f"rows_back_{elem}_{source}", back, body)
+        if elem != "NVFP4":
+            body = f"dequantize_columns<{elem}>(q, s, number, m, n, 2, v);"
+            yield exported(f"columns_back_{elem}_{source}", back, body)
+
+
+functions = fixture_of("casts.h", _functions())
 
 
 class _Forms:
     """The compiled functions, called with tensors."""
 
-    def __init__(self, form: str, folder: Path) -> None:
-        self._library = library(form, _source(), folder)
+    def __init__(self, functions: Any) -> None:
+        self._library = functions
 
     def cast(self, name: str, x: Tensor, elem: str, rounding: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Values, codes and scales along columns, then along rows."""
@@ -109,9 +107,9 @@ class _Results(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("values", "codes", "scales")]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Forms:
-    return _Forms(request.param, tmp_path_factory.mktemp("forms"))
+@pytest.fixture(scope="module")
+def forms(functions: Any) -> _Forms:
+    return _Forms(functions)
 
 
 def sources(dtype: torch.dtype) -> Iterator[Tensor]:
@@ -165,10 +163,9 @@ def test_casts_of_every_instruction_set_equal_reference(
 def test_loops_over_elements_are_vectors_in_avx2(elem: str, source: str):
     """Which takes an option that Inductor's options turn off."""
     cast = f"Cast<{elem}, Rounding::rceil, {source}, {source}>"
-    signature = f"(const {source}* x, const float* inverse, uint8_t* codes)"
+    signature = f"const {source}* x, const float* inverse, uint8_t* codes"
     body = f"{cast}::write(x, 256, inverse, inverse, nullptr, codes);"
-    lines = ('#include "casts.h"', "using namespace mxcompile;", f'extern "C" void f{signature} {{ {body} }}')
-    instructions = assembly("avx2", "\n".join(lines))
+    instructions = assembly("avx2", unit("casts.h", [exported("f", signature, body)]))
     assert re.search(r"vmulps.*%ymm", instructions)
     assert "vmulss" not in instructions
 
@@ -200,12 +197,10 @@ def test_every_pair_of_packed_codes_under_every_scale_of_two_levels(
     scales = every[None, :, None].expand(1, 256, -(-width // 16)).contiguous()
     for power in (0, 7, -120, 120, 127):
         whole = torch.full((256, 1), 1.7 * 2.0**power)
-        block_scales = scales[0].view(torch.float8_e4m3fn)
-        expected = ops.decode(codes[0], block_scales, -1, "e2m1 1x16 two-level packed", dtype, None, whole)[
-            None
-        ]
-        read_back = forms.back("rows", codes, scales, "NVFP4", dtype, tuple(expected.shape), whole)
-        assert same_bits(read_back, expected)
+        stored = codes[0], scales[0].view(torch.float8_e4m3fn), -1, "e2m1 1x16 two-level packed"
+        (expected,) = [ops.decode(*stored, dtype, None, whole)]
+        read_back = forms.back("rows", codes, scales, "NVFP4", dtype, (1, *expected.shape), whole)
+        assert same_bits(read_back[0], expected)
 
 
 @pytest.mark.parametrize("width", [64, 200])
@@ -267,9 +262,8 @@ def test_unsafe_math_flags_are_disabled_with_a_message(caplog: pytest.LogCapture
     settings = {"cpp.enable_unsafe_math_opt_flag": True}
     with config.patch(settings), config.patch(pipeline.config_patches(TARGETS["cpu"], "", print, settings)):
         flags = cpp_builder._get_ffast_math_flags()
-    assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= {
-        *" -".join(flags).replace(" -", " ").split()
-    }
+    written = {*" -".join(flags).replace(" -", " ").split()}
+    assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= written
     assert caplog.messages == [
         "mxfp8 sets config.cpp.enable_unsafe_math_opt_flag to False for its graphs, because their casts round"
         " by exact additions"
@@ -292,8 +286,7 @@ def test_kernel_that_transposes_two_matrices_keeps_all_elements():
 def test_compiled_casts_round_exactly_under_unsafe_math_option():
     """In FP16, for which Inductor's loops cast."""
     layer, x = nn.Linear(40, 24, bias=False).half(), torch.randn(33, 40).half()
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    options = {"policy": policy, "inductor": {"cpp.enable_unsafe_math_opt_flag": True}}
+    options = {"policy": every("mxfp8"), "inductor": {"cpp.enable_unsafe_math_opt_flag": True}}
     with torch.no_grad():
         output = torch.compile(layer, backend="mxfp8", options=options)(x)
         rows = [mxcompile.quantize(tensor).dequantize(torch.float32) for tensor in (x, layer.weight)]

@@ -13,6 +13,7 @@ X86 = {"architecture": "x86_64", "avx2": True}
 AVX512 = X86 | {"avx512_f": True, "avx512_bw": True, "avx512_vnni": True}
 GENOA = AVX512 | {"avx512_bf16": True}
 SAPPHIRE_RAPIDS = GENOA | {"avx512_fp16": True, "amx_bf16": True, "amx_tile": True}
+WITHOUT_AMX = {**SAPPHIRE_RAPIDS, "amx_bf16": False}
 ARM = {"architecture": "arm64", "neon": True, "fp16_arith": True}
 GRAVITON3 = ARM | {"bf16": True, "i8mm": True, "sve": True, "sve_bf16": True}
 
@@ -23,12 +24,7 @@ MACHINES = {
     "Genoa, masked": (GENOA, "AVX2", "AVX2", {torch.bfloat16, torch.float16}),
     "Genoa, masked in vain": (GENOA, "no such word", "AVX-512 BF16", {torch.float16}),
     "Sapphire Rapids": (SAPPHIRE_RAPIDS, "", "AMX BF16", set()),
-    "Sapphire Rapids without AMX": (
-        {**SAPPHIRE_RAPIDS, "amx_bf16": False},
-        "avx512_core_bf16",
-        "AVX-512 BF16",
-        {torch.float16},
-    ),
+    "Sapphire Rapids without AMX": (WITHOUT_AMX, "avx512_core_bf16", "AVX-512 BF16", {torch.float16}),
     "Cortex-A72": (ARM, "", "NEON", {torch.bfloat16, torch.float16}),
     "Graviton 3": (GRAVITON3, "", "SVE BF16", {torch.float16}),
 }

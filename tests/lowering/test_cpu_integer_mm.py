@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
-from cpp_forms import PARAMS, integer, library, pointer
+from cpp_forms import exported, fixture_of, integer, pointer
+from helpers.needs import pretend_cpu
+from helpers.policies import every
 from helpers.stored_weights import FeedForward
 from torch import Tensor
 
 import mxcompile
-from mxcompile.lowering import targets
 from mxcompile.lowering.cpu import INT16, kernel
 
 BF16 = torch.bfloat16
 TYPES = {torch.float32: "float", BF16: "Bfloat16"}
-POLICY = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxint8"}]}
-_SIDES = "const uint8_t* x, const uint8_t* s, const uint8_t* w, const uint8_t* t"
-_ROWS = "const Bfloat16* x, const uint8_t* w, const uint8_t* t"
-_SIZES = "int64_t m, int64_t n, int64_t k"
+POLICY = every("mxint8", preset="inference")
 
 
-def _source() -> str:
-    lines = ['#include "integer_mm.h"', "using namespace mxcompile;"]
+def _functions() -> Iterator[str]:
+    rows, weight = "const Bfloat16* x", "const uint8_t* w, const uint8_t* t"
     for word in TYPES.values():
-        rest, layouts = f"const {word}* bias, {_SIZES}", "int64_t x_across, int64_t w_across"
+        rest, layouts = (
+            f"const {word}* bias, int64_t m, int64_t n, int64_t k",
+            "int64_t x_across, int64_t w_across",
+        )
         sides = "Codes{x, s, m, k, x_across != 0}, Codes{w, t, n, k, w_across != 0}"
-        lines += [
-            f'extern "C" void mm_{word}({_SIDES}, {rest}, {layouts}, {word}* out)',
-            f" {{ integer_mm({sides}, bias, 2, out); }}",
-            f'extern "C" void many_{word}({_ROWS}, {rest}, {word}* out)',
-            " { many_rows_mm(x, Weight<INT8>{w, t, k}, bias, m, n, 2, out); }",
-        ]
-    return "\n".join(lines)
+        codes = f"const uint8_t* x, const uint8_t* s, {weight}, {rest}, {layouts}, {word}* out"
+        yield exported(f"mm_{word}", codes, f"integer_mm({sides}, bias, 2, out);")
+        call = "many_rows_mm(x, Weight<INT8>{w, t, k}, bias, m, n, 2, out);"
+        yield exported(f"many_{word}", f"{rows}, {weight}, {rest}, {word}* out", call)
 
 
 Product = Callable[..., Tensor]
@@ -45,32 +42,19 @@ ROWS, ACROSS = (False, False), [(False, True), (True, False), (True, True)]
 """Whether x and w lie transposed in memory; of the products of training these are fprop, dgrad, and wgrad."""
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
+functions = fixture_of("integer_mm.h", _functions())
 
 
 @pytest.fixture(scope="module")
 def product(functions: ctypes.CDLL) -> Product:
-    def call(
-        x: Tensor,
-        s: Tensor,
-        w: Tensor,
-        t: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        across: tuple[bool, bool] = ROWS,
-    ) -> Tensor:
+    def call(x, s, w, t, bias: Tensor | None, dtype: torch.dtype, across: tuple[bool, bool] = ROWS) -> Tensor:
         out = torch.full((len(x), len(w)), 3.0, dtype=dtype)
-        sizes = [integer(size) for size in (len(x), len(w), x.shape[1])]
-        parts = [x.view(torch.uint8), s, w.view(torch.uint8), t]
-        laid_out = [
-            part.t().contiguous() if is_across else part
-            for part, is_across in zip(parts, (across[0], *across, across[1]), strict=True)
-        ]
-        pointers = [pointer(tensor) for tensor in (*laid_out, bias)]
-        flags = [integer(int(is_across)) for is_across in across]
-        getattr(functions, f"mm_{TYPES[dtype]}")(*pointers, *sizes, *flags, pointer(out))
+        sizes = map(integer, (len(x), len(w), x.shape[1], *map(int, across)))
+        sides = zip(
+            (x.view(torch.uint8), s, w.view(torch.uint8), t), (across[0], *across, across[1]), strict=True
+        )
+        laid_out = [part.t().contiguous() if is_across else part for part, is_across in sides]
+        getattr(functions, f"mm_{TYPES[dtype]}")(*map(pointer, (*laid_out, bias)), *sizes, pointer(out))
         return out
 
     return call
@@ -123,10 +107,8 @@ def test_sums_of_blocks_are_exact(product: Product):
     torch.manual_seed(0)
     (x, _), (w, _) = operand(20, 480, 127, 127), operand(37, 480, 127, 127)
     ones = torch.full((37, 15), 127, dtype=torch.uint8)
-    assert torch.equal(
-        product(x, ones[:20], w, ones, None, torch.float32).double(),
-        values(x, ones[:20]) @ values(w, ones).t(),
-    )
+    sums = product(x, ones[:20], w, ones, None, torch.float32)
+    assert torch.equal(sums.double(), values(x, ones[:20]) @ values(w, ones).t())
 
 
 @pytest.mark.parametrize("across", ACROSS, ids=str)
@@ -194,13 +176,14 @@ def test_bf16_rows_with_a_block_that_has_no_integers(functions: ctypes.CDLL, val
 def set_target(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """Makes this machine a CPU that multiplies MXINT8 in integers, or for `reason` does not."""
     reasons = {BF16: reason} if reason else {}
-    changes = {
-        "integers": "AVX-512 VNNI",
-        "no_integers": reasons,
-        "many_rows": "",
-        "slow_dtypes": frozenset(),
-    }
-    monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], **changes))
+    pretend_cpu(
+        monkeypatch, integers="AVX-512 VNNI", no_integers=reasons, many_rows="", slow_dtypes=frozenset()
+    )
+
+
+def assert_near(results: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for ours, plain in zip(results, expected, strict=True):
+        assert (plain - ours).norm() < 1e-2 * plain.norm()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -220,8 +203,7 @@ def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch
         kernels = {gemm.kernel.removeprefix("aten.") for gemm in mxcompile.reports()[-1].gemms}
         dequantized = {f"{name} (bfloat16, dequantized); another is faster" for name in ("mm", "addmm")}
         assert kernels == (dequantized if reason else {"mx_integer_mm C++ (AVX-512 VNNI)"})
-    for plain, ours in zip(*outputs.values(), strict=True):
-        assert (plain - ours).norm() < 1e-2 * plain.norm()
+    assert_near(*reversed(outputs.values()))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -232,8 +214,7 @@ def test_many_rows_of_bf16_run_in_integers_on_avx2(dynamic: bool, monkeypatch: p
     xs = [torch.randn(count, 600, dtype=BF16) for count in ((70, 41) if dynamic else (70,))]
     mxcompile.quantize_weights_(model, POLICY, args=(xs[0],))
     slow = frozenset({BF16, torch.float16})
-    cpu = replace(targets.TARGETS["cpu"], integers="AVX2", no_integers={}, many_rows=INT16, slow_dtypes=slow)
-    monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
+    pretend_cpu(monkeypatch, integers="AVX2", no_integers={}, many_rows=INT16, slow_dtypes=slow)
     monkeypatch.setattr(kernel, "instructions", lambda: {"avx2"})
     torch._dynamo.reset()
     with torch.no_grad():
@@ -242,8 +223,7 @@ def test_many_rows_of_bf16_run_in_integers_on_avx2(dynamic: bool, monkeypatch: p
         eager = [model(x).float() for x in xs]
     kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
     assert kernels == ["mx_weight_only_mm C++ (int16)"] * 2 + ["aten.addmm (float32)"]
-    for output, reference in zip(outputs, eager, strict=True):
-        assert (output - reference).norm() < 1e-2 * reference.norm()
+    assert_near(outputs, eager)
 
 
 def test_all_products_of_training_run_in_integers(monkeypatch: pytest.MonkeyPatch):
@@ -263,5 +243,4 @@ def test_all_products_of_training_run_in_integers(monkeypatch: pytest.MonkeyPatc
         name = "aten." if reason else "mx_integer_mm C++"
         assert set(kernels) == {"fprop", "dgrad", "wgrad"}
         assert all(kernel.startswith(name) for kernel in kernels.values()), kernels
-    for plain, ours in zip(*results.values(), strict=True):
-        assert (plain - ours).norm() < 1e-2 * plain.norm()
+    assert_near(*reversed(results.values()))

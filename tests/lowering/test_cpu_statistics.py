@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
-from cpp_forms import PARAMS, integer, library, pointer
+from cpp_forms import exported, fixture_of, integer, pointer
 from test_cpu_casts import SOURCES, sources
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -19,27 +21,19 @@ FORMATS = ("e4m3 1x32 rceil", "e4m3 32x32 floor", "e5m2 1x32 even", "e5m2 32x32 
 KEPT = 100
 
 
-def _source() -> str:
-    lines = ['#include "statistics.h"', "using namespace mxcompile;"]
-    for source in SOURCES:
-        for fmt in FORMATS:
-            elem, tile, how = fmt.split()
-            kind = f"Statistics<{elem.upper()}, Rounding::{how}, {source}>"
-            sizes = "int64_t number, int64_t m, int64_t n, int64_t keep"
-            head = f"(const {source}* x, {sizes}, double* out, float* kept)"
-            name = f"{elem}_{tile}_{how}_{source}"
-            square = str(tile == "32x32").lower()
-            body = f"{kind}::matrices<{square}>(x, number, m, n, 2, out, keep, kept);"
-            lines.append(f'extern "C" void columns_{name}{head} {{ {body} }}')
-            if tile == "1x32":
-                body = f"{kind}::rows(x, number * m, n, 2, out, keep, kept);"
-                lines.append(f'extern "C" void rows_{name}{head} {{ {body} }}')
-    return "\n".join(lines)
+def _functions() -> Iterator[str]:
+    for source, fmt in product(SOURCES, FORMATS):
+        elem, tile, how = fmt.split()
+        kind = f"Statistics<{elem.upper()}, Rounding::{how}, {source}>"
+        sizes = "int64_t number, int64_t m, int64_t n, int64_t keep"
+        head, name = f"const {source}* x, {sizes}, double* out, float* kept", f"{elem}_{tile}_{how}_{source}"
+        call = f"matrices<{str(tile == '32x32').lower()}>(x, number, m, n, 2, out, keep, kept);"
+        yield exported(f"columns_{name}", head, f"{kind}::{call}")
+        if tile == "1x32":
+            yield exported(f"rows_{name}", head, f"{kind}::rows(x, number * m, n, 2, out, keep, kept);")
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
+forms = fixture_of("statistics.h", _functions())
 
 
 def check(computed: Tensor, kept: Tensor, x: Tensor, dim: int, fmt: str):
@@ -96,8 +90,7 @@ def test_compiled_statistics_call_the_kernel_once(fmt: str, dim: int, keep: int)
 )
 def test_others_are_measured_as_they_are_defined(fmt: str, dtype: torch.dtype, dim: int):
     x = torch.randn(40, 3, 72, dtype=dtype)
-    (counted, kept), (code,) = run_and_get_code(
-        torch.compile(lambda x: ops.cast_statistics(x, dim, fmt, 9)), x
-    )
+    compiled = torch.compile(lambda x: ops.cast_statistics(x, dim, fmt, 9))
+    (counted, kept), (code,) = run_and_get_code(compiled, x)
     assert "mxcompile::Statistics" not in code
     check(counted, kept, x, dim, fmt)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
-from cpp_forms import HEADERS, PARAMS, integer, library, pointer
+from cpp_forms import HEADERS, exported, fixture_of, integer, pointer
+from helpers.needs import pretend_cpu
+from helpers.policies import every
 from helpers.stored_weights import FeedForward
 from torch import Tensor
 
 import mxcompile
-from mxcompile.lowering import targets
 from mxcompile.lowering.cpu import AMX, COMPILED_FOR
 from mxcompile.lowering.cpu import kernel as cpp
 
@@ -32,27 +34,21 @@ SHAPES = [(0, 5, 64), (17, 33, 96), (33, 1, 64), (40, 70, 1120), (600, 100, 160)
 """Sizes of one and of several tiles, steps of K, stretches of steps, and parts of rows; whole and in part."""
 
 
-def _source() -> str:
-    """With all kernels in one file, as those of a package are."""
-    lines = [
-        *(f'#include "{path.name}"' for path in sorted(HEADERS.glob("*.h"))),
-        "using namespace mxcompile;",
-    ]
-    for elem in STORED:
-        for word in TYPES.values():
-            sides = "const Bfloat16* x, const uint8_t* w, const uint8_t* s, const float* whole"
-            rest = f"const {word}* bias, int64_t m, int64_t n, int64_t k, {word}* out"
-            call = f"tile_weight_mm(x, Weight<{elem}>{{w, s, k, whole}}, bias, m, n, 2, out)"
-            lines.append(f'extern "C" void mm_{elem}_{word}({sides}, {rest}) {{ {call}; }}')
-    return "\n".join(lines)
+def _functions() -> Iterator[str]:
+    for elem, word in product(STORED, TYPES.values()):
+        sides = "const Bfloat16* x, const uint8_t* w, const uint8_t* s, const float* whole"
+        rest = f"const {word}* bias, int64_t m, int64_t n, int64_t k, {word}* out"
+        call = f"tile_weight_mm(x, Weight<{elem}>{{w, s, k, whole}}, bias, m, n, 2, out);"
+        yield exported(f"mm_{elem}_{word}", f"{sides}, {rest}", call)
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
+ALL_HEADERS = " ".join(path.name for path in sorted(HEADERS.glob("*.h")))  # as those of a package are
+functions = fixture_of(ALL_HEADERS, _functions())
 
 
-def product(functions: ctypes.CDLL, elem: str, x: Tensor, weight: mxcompile.MXTensor, bias: Tensor) -> Tensor:
+def multiply(
+    functions: ctypes.CDLL, elem: str, x: Tensor, weight: mxcompile.MXTensor, bias: Tensor
+) -> Tensor:
     m, k = x.shape
     out = torch.full((m, len(weight) + 1), 3.0, dtype=bias.dtype).view(-1)  # with room that nobody may write
     codes, scales, *whole = (part.contiguous() for part in weight.parts)
@@ -79,7 +75,7 @@ def test_sums_are_those_of_values_in_bf16(
     rounding = 2.0**-8 if dtype is BF16 else 2.0**-24
     of_values = 2.0**-9 if elem == "NVFP4" else 0.0
     allowed = rounding * exact.abs() + (of_values + (k + 3) * 2.0**-24) * (most + bias.double().abs())
-    error = (product(functions, elem, x, weight, bias).double() - exact).abs()
+    error = (multiply(functions, elem, x, weight, bias).double() - exact).abs()
     assert bool((error <= allowed).all())
 
 
@@ -89,7 +85,7 @@ def test_sums_of_small_integers_are_exact(functions: ctypes.CDLL, elem: str):
     torch.manual_seed(0)
     x = torch.randint(-4, 5, (550, 704)).to(BF16)
     weight = mxcompile.quantize(torch.randint(-2, 3, (530, 704)).float(), **STORED[elem])
-    sums = product(functions, elem, x, weight, torch.zeros(530))
+    sums = multiply(functions, elem, x, weight, torch.zeros(530))
     assert torch.equal(sums.double(), x.double() @ weight.dequantize().double().t())
 
 
@@ -100,7 +96,7 @@ def test_what_is_not_finite_stays_in_its_row(functions: ctypes.CDLL, elem: str):
     x[3, 70], x[5, 0] = torch.nan, torch.inf
     values[7, :32], values[35, 40] = 0, torch.nan
     weight = mxcompile.quantize(values, **STORED[elem])
-    sums = product(functions, elem, x, weight, torch.zeros(50))
+    sums = multiply(functions, elem, x, weight, torch.zeros(50))
     expected = torch.full((40, 50), 96.0)
     expected[:, 7] = 64
     expected[5], expected[3] = torch.inf, torch.nan
@@ -117,14 +113,12 @@ def test_many_rows_of_bf16_read_the_stored_weight(
     """The model's values are those of the vendor's products of dequantized weights."""
     torch.manual_seed(0)
     model, xs = FeedForward(160, 330).bfloat16(), [torch.randn(count, 160, dtype=BF16) for count in (70, 41)]
-    rules = [{"match": {"name": "*"}, "use": precision}]
-    policy = {"version": 1, "preset": "inference", "rules": rules}
+    policy = every(precision, preset="inference")
     mxcompile.quantize_weights_(model, policy, args=(xs[0],))
     outputs = {}
     monkeypatch.setattr(cpp, "instructions", lambda: {COMPILED_FOR[AMX]})
     for kernel in ("", AMX):
-        cpu = replace(targets.TARGETS["cpu"], integers="", many_rows=kernel, slow_dtypes=frozenset())
-        monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
+        pretend_cpu(monkeypatch, integers="", many_rows=kernel, slow_dtypes=frozenset())
         torch._dynamo.reset()
         with torch.no_grad():
             options = {"policy": policy if quantizes_activations else "bf16"}
@@ -146,8 +140,7 @@ def test_many_rows_are_dequantized_if_inductor_compiles_for_other_instructions(
     """Such as under `config.cpp.simdlen`: the record names what runs."""
     model, x = FeedForward(640, 330).bfloat16(), torch.randn(70, 640, dtype=BF16)
     mxcompile.quantize_weights_(model, "mxint8", args=(x,))
-    cpu = replace(targets.TARGETS["cpu"], many_rows=kernel, slow_dtypes=frozenset())
-    monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
+    pretend_cpu(monkeypatch, many_rows=kernel, slow_dtypes=frozenset())
     monkeypatch.setattr(cpp, "instructions", lambda: {"avx512"})
     with torch.no_grad():
         torch.compile(model, backend="mxfp8", options={"policy": "bf16"})(x)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from cpp_forms import PARAMS, integer, library, pointer
+from cpp_forms import exported, fixture_of, integer, pointer
 from emulated import Library
 from every_product import ELEMS, FORMATS, SOURCE, differing, every_byte, first_codes, scale_numbers
 from helpers.casts import quantize
+from helpers.needs import pretend_cpu
 from helpers.stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -21,7 +23,7 @@ from torch.testing import FileCheck
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats.encoding import element_values, encode_stored
-from mxcompile.lowering import cpu, targets
+from mxcompile.lowering import cpu
 
 TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
 F32, BF16 = torch.float32, torch.bfloat16
@@ -30,40 +32,23 @@ Product = Callable[..., Tensor]
 """x, codes, scales, bias, format, result type, global scales of rows if any → result."""
 
 
-def _source() -> str:
-    lines = ['#include "weight_only_mm.h"', "using namespace mxcompile;"]
-    for elem in ELEMS:
-        for x in TYPES:
-            for out in TYPES:
-                arguments = (
-                    f"const {x}* x, const uint8_t* q, const uint8_t* s, const float* g, const float* b"
-                )
-                sizes = "int64_t m, int64_t n, int64_t k"
-                body = f"weight_only_mm(x, Weight<{elem}>{{q, s, k, g, 1}}, b, m, n, 2, out);"
-                lines.append(
-                    f'extern "C" void mm_{elem}_{x}_{out}({arguments}, {sizes}, {out}* out) {{ {body} }}'
-                )
-    return "\n".join([*lines, SOURCE])
+def _functions() -> Iterator[str]:
+    weight, sizes = "const uint8_t* q, const uint8_t* s, const float* g", "int64_t m, int64_t n, int64_t k"
+    for elem, x, out in itertools.product(ELEMS, TYPES, TYPES):
+        body = f"weight_only_mm(x, Weight<{elem}>{{q, s, k, g, 1}}, b, m, n, 2, out);"
+        arguments = f"const {x}* x, {weight}, const float* b, {sizes}, {out}* out"
+        yield exported(f"mm_{elem}_{x}_{out}", arguments, body)
+    yield SOURCE
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
+functions = fixture_of("weight_only_mm.h", _functions())
 
 
 @pytest.fixture(scope="module")
 def product(functions: ctypes.CDLL) -> Product:
     words = {dtype: word for word, dtype in TYPES.items()}
 
-    def call(
-        x: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        elem: str,
-        dtype: torch.dtype,
-        whole: Tensor | None = None,
-    ) -> Tensor:
+    def call(x, codes, scales, bias: Tensor | None, elem: str, dtype: torch.dtype, whole=None) -> Tensor:
         out = torch.full((x.shape[0], codes.shape[0]), 3.0, dtype=dtype)
         function: Callable[..., None] = getattr(functions, f"mm_{elem}_{words[x.dtype]}_{words[dtype]}")
         sizes = map(integer, (x.shape[0], codes.shape[0], x.shape[1]))
@@ -109,11 +94,8 @@ def test_every_activation_times_every_code(functions: ctypes.CDLL, elem: str):
 @pytest.mark.parametrize("elem", ELEMS)
 def test_every_code_under_every_scale(product: Product, elem: str):
     codes, scales = every_byte(elem).repeat(256), EVERY.repeat_interleave(256)
-    for activations in (
-        [1.0, -1.5, 2.0**50, 2.0**-59],
-        [2.0**-133, 2.0**-100, 3e38, float("nan")],
-        [float("-inf")],
-    ):
+    ordinary, odd = [1.0, -1.5, 2.0**50, 2.0**-59], [2.0**-133, 2.0**-100, 3e38, float("nan")]
+    for activations in (ordinary, odd, [float("-inf")]):
         check_single_products(product, torch.tensor(activations).to(BF16), codes, scales, elem)
 
 
@@ -155,9 +137,8 @@ def test_weight_only_sums_are_within_fp32_accumulation(
         assert bool(((sums.double() - exact).abs() <= (k + 2) * 2.0**-24 * most).all())
         sums = product(x, qdata, scales, bias, elem, BF16, whole)
         error = (sums.double() - (exact + bias)).abs()
-        assert bool(
-            (error <= 2.0**-8 * (exact + bias).abs() + (k + 3) * 2.0**-24 * (most + bias.abs())).all()
-        )
+        allowed = 2.0**-8 * (exact + bias).abs() + (k + 3) * 2.0**-24 * (most + bias.abs())
+        assert bool((error <= allowed).all())
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
@@ -204,12 +185,10 @@ def test_one_global_scale_divides_exactly_once(product: Product):
     codes, scales = every_byte("NVFP4").repeat(256), EVERY.repeat_interleave(256)
     rows = torch.tensor([[1.5, 0.0], [-(2.0**20), 0.0]], dtype=BF16)
     whole = torch.full((len(codes), 1), 2688 / 3.7)
-    products = product(
-        rows, codes[:, None].contiguous(), scales[:, None].contiguous(), None, "NVFP4", F32, whole
-    )
-    weight = element_values(first_codes(codes, "NVFP4"), ELEMS["NVFP4"]).double() * scale_numbers(
-        scales, "NVFP4"
-    )
+    parts = (part[:, None].contiguous() for part in (codes, scales))
+    products = product(rows, *parts, None, "NVFP4", F32, whole)
+    elements = element_values(first_codes(codes, "NVFP4"), ELEMS["NVFP4"]).double()
+    weight = elements * scale_numbers(scales, "NVFP4")
     exact = rows[:, :1].double() * weight / whole[0].double()
     near = (products - exact).abs() <= 2.0**-23 * exact.abs()
     assert bool((near | (products.isnan() & exact.isnan())).all())
@@ -276,7 +255,7 @@ def test_a_profile_of_kernels_names_those_in_cpp():
 def test_large_weights_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch):
     """For many rows, by one kernel for all parts; the last part is a short one."""
     monkeypatch.setattr(cpu, "PART_BYTES", 2 * 64 * 160)
-    monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], many_rows=""))
+    pretend_cpu(monkeypatch, many_rows="")
     model = with_stored_weights(FeedForward(160, 330).bfloat16())
     x = torch.randn(40, 160, dtype=BF16)
     with torch.no_grad():

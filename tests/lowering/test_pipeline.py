@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from helpers.casts import multiplies_scaled
+from helpers.policies import every
 from helpers.stored_weights import with_stored_weights
 from torch import fx
 
@@ -67,12 +68,11 @@ def test_an_error_in_a_template_of_our_own_is_raised(monkeypatch):
 def test_a_missing_template_turns_off_its_pass_alone_with_a_reason(monkeypatch, missing, target, expected):
     reason, others = f"no {missing} with torch 1.0: too old", optional._missing
     monkeypatch.setattr(optional, "_missing", lambda module: reason if module == missing else others(module))
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     model = torch.nn.Sequential(torch.nn.Linear(256, 256, device="meta", dtype=torch.bfloat16))
     if "weight_only" in missing:
         with_stored_weights(model)
     x = torch.empty(16, 256, dtype=torch.bfloat16)
-    result = codegen(model, x, target=target, training=False, policy=policy)
+    result = codegen(model, x, target=target, training=False, policy=every("mxfp8"))
     (gemm,) = result.report.gemms
     assert gemm.precision == "mxfp8"
     assert gemm.kernel.startswith(expected.format(reason=reason))
@@ -98,6 +98,7 @@ def test_an_invalid_graph_names_the_pass_that_left_it(monkeypatch):
 
 
 EVERYWHERE = ("cached_attention", "weight_only", "expand", "split_casts", "name_kernels")
+LIBRARY = "vendor_fp8", "packed"
 NATIVE = {"promote_to_mx", "native", "fuse", "merge_casts"}
 
 
@@ -107,12 +108,8 @@ NATIVE = {"promote_to_mx", "native", "fuse", "merge_casts"}
         ("cpu_bf16", [], {"integer"}),
         ("cpu_fp32", [], {"integer", "promote"}),
         ("sm_80", [], {"merge_casts", "merge_sibling_casts"}),
-        ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "packed"}),
-        (
-            "sm_100",
-            ["tile_scales", "vendor_fp8", "packed"],
-            NATIVE | {"merge_sibling_casts", "vendor_fp8", "packed"},
-        ),
+        ("gfx950", [*LIBRARY], NATIVE | {*LIBRARY}),
+        ("sm_100", ["tile_scales", *LIBRARY], NATIVE | {"merge_sibling_casts", *LIBRARY}),
     ],
 )
 def test_pipeline_runs_the_passes_of_a_target(monkeypatch, target: str, joint: list[str], others: set[str]):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers import graphs
+from helpers.bits import assert_same_bits
+from helpers.blocks import FeedForward
 from helpers.casts import quantize
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,18 +20,16 @@ from torch.nn import functional as F
 import mxcompile
 from mxcompile import ops
 from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import Kind, set_tag, tags_of
 from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Decode
-from mxcompile.policy import Gemm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SLOW = TARGETS["cpu_fp32"]
-TAG = GemmTag(
-    layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "x")
-)
+TAG = replace(graphs.TAG, module="", kind=Kind.PRODUCT, tensors=("x", "x"))
+PRODUCT_OPERATORS = (aten.mm, aten.bmm, aten._scaled_dot_product_flash_attention_for_cpu)
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -63,7 +66,7 @@ def captured(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     """The graph of `function`, its products tagged."""
     graph_module = make_fx(function, tracing_mode="fake")(*inputs)
     for node in graph_module.graph.nodes:
-        if packet(node) in (aten.mm, aten.bmm, aten._scaled_dot_product_flash_attention_for_cpu):
+        if packet(node) in PRODUCT_OPERATORS:
             set_tag(node, TAG)
     return graph_module
 
@@ -92,10 +95,8 @@ def test_a_product_is_rounded_once(name: str, dtype: torch.dtype):
         before = 4 * rounding if "gradients" in name else 1e-5
         bound = 1.01 * rounding * expected.abs() + before * expected.abs().max()
         assert bool(((result.double() - expected).abs() <= bound).all())
-    for node in graph_module.graph.nodes:
-        if packet(node) in (aten.mm, aten.bmm, aten._scaled_dot_product_flash_attention_for_cpu):
-            value = flat(node.meta["val"])[0]
-            assert value.dtype is FP32
+    products = [node for node in graph_module.graph.nodes if packet(node) in PRODUCT_OPERATORS]
+    assert all(flat(node.meta["val"])[0].dtype is FP32 for node in products)
 
 
 @pytest.mark.parametrize("shapes", [((16, 40), (3, 40, 16)), ((40, 16), (16, 24))], ids=["rows", "K"])
@@ -139,7 +140,7 @@ def test_dequantized_operands_are_dequantized_to_fp32():
         lambda x, q, s: x @ ops.decode(q, s, -1, "e4m3 1x32 rceil", BF16).t(), randn(5, 70), codes, scales
     )
     Promote(target=SLOW, device="cpu", promotes=False).apply(graph_module.graph)
-    (decode,) = graph_module.graph.find_nodes(op="call_function", target=ops.decode)
+    (decode,) = graphs.calls(graph_module, ops.decode)
     assert Decode.read(decode).dtype is FP32
     assert decode.meta["val"].dtype is FP32
 
@@ -151,24 +152,13 @@ def test_promoted_products_have_the_fp32_kernel_in_their_record():
     assert tags_of(product)[0].kernel == "aten.mm (float32)"
 
 
-class Block(nn.Module):
-    """A feed-forward network and a head, in BF16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
-
-
 def compiled(target: str, policy: str) -> tuple[Tensor, list[Tensor | None], list[Any]]:
-    """Result, gradients and records of the block."""
+    """Result, gradients and records of a feed-forward network and a head, in BF16."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     mxcompile.clear_reports()
-    model, x = Block().bfloat16(), randn(8, 64)
+    layers = {"ffn": FeedForward(64, 128), "norm": nn.LayerNorm(64), "head": nn.Linear(64, 32)}
+    model, x = nn.Sequential(OrderedDict(layers)).bfloat16(), randn(8, 64)
     options = {"target": target, "policy": policy}
     backend = {"backend": "mxfp8", "options": options} if target else {"backend": "inductor"}
     result = torch.compile(model, **backend)(x)
@@ -185,7 +175,7 @@ def test_both_forms_of_a_model_agree():
     for ours, theirs in zip(wide_gradients, narrow_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
     kernels = {record.name: record.kernel for record in records if record.gemm == "fprop"}
-    assert kernels["up"] == "aten.addmm (float32, dequantized)"
+    assert kernels["ffn.up"] == "aten.addmm (float32, dequantized)"
     assert kernels["head"] == "aten.addmm (float32)"
     assert all("(float32" in record.kernel for record in records)
 
@@ -194,8 +184,7 @@ def test_a_policy_that_quantizes_nothing_is_inductor_bit_for_bit():
     result, gradients, records = compiled("auto", "bf16")
     expected, expected_gradients, _ = compiled("", "")
     assert torch.equal(result, expected)
-    for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same_bits(gradients, expected_gradients)
     assert not any("float32" in record.kernel for record in records)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import quantize, scaled_mm
-from helpers.graphs import lowered, operators, traced
+from helpers.graphs import calls, lowered, operators, traced
 from torch import Tensor, fx
 
 from mxcompile import ops
@@ -58,39 +58,33 @@ TAKEN = ["cast", "weight_only_mm"]
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "gfx942"])
 @pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (32, BF16), (1, F32), (4, F32)])
 def test_few_rows_are_taken_and_mean_the_same(rows, dtype, target, function):
-    arguments = inputs(rows, dtype)
-    module = weight_only(function, *arguments, target=target)
-    assert operators(module) == TAKEN
+    module = check_taken(function, *inputs(rows, dtype), target=target)
     (kernel,) = kernels(module)
     assert kernel.startswith("mx_weight_only_mm " + ("dot" if rows > 1 and dtype is BF16 else "gemv"))
-    torch.testing.assert_close(module(*arguments), function(*arguments))
 
 
 def test_fp16_results_are_computed_in_fp32():
-    arguments = inputs(2, F16)
-    module = weight_only(linear, *arguments)
-    assert operators(module) == TAKEN
-    (x,) = module.graph.find_nodes(op="call_function", target=ops.cast)
+    module = check_taken(linear, *inputs(2, F16))
+    (x,) = calls(module, ops.cast)
     assert x.meta["val"][0].dtype is F32
-    torch.testing.assert_close(module(*arguments), linear(*arguments))
+
+
+def check_taken(function, *arguments: Tensor, **how: str) -> fx.GraphModule:
+    module = weight_only(function, *arguments, **how)
+    assert operators(module) == TAKEN
+    torch.testing.assert_close(module(*arguments), function(*arguments))
+    return module
 
 
 @pytest.mark.parametrize("shape", [(70,), (1, 70), (3, 70), (1,)], ids=str)
 def test_a_bias_of_any_shape(shape):
-    arguments = (*inputs(3), torch.randn(shape, dtype=BF16))
-    module = weight_only(linear, *arguments)
-    assert operators(module) == TAKEN
-    torch.testing.assert_close(module(*arguments), linear(*arguments))
+    check_taken(linear, *inputs(3), torch.randn(shape, dtype=BF16))
 
 
 def test_a_weight_stored_along_the_other_dimension():
-    def function(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
-        return scaled_mm(*quantized(x), qdata, scale, None, x.dtype)
-
-    arguments = (torch.randn(3, 100).to(BF16), *quantize(torch.randn(100, 70), -2, E5M2, "rceil"))
-    module = weight_only(function, *arguments)
-    assert operators(module) == TAKEN
-    torch.testing.assert_close(module(*arguments), function(*arguments))
+    stored = quantize(torch.randn(100, 70), -2, E5M2, "rceil")
+    function = lambda x, q, s: scaled_mm(*quantized(x), q, s, None, x.dtype)  # noqa: E731
+    check_taken(function, torch.randn(3, 100).to(BF16), *stored)
 
 
 def test_one_activation_for_several_weights_is_quantized_once():
@@ -121,11 +115,8 @@ def test_other_numbers_of_rows_stay(rows, dtype):
 
 
 def test_a_weight_cast_in_the_graph_stays():
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        qdata, scale = quantized(w)
-        return scaled_mm(*quantized(x), qdata.t(), scale.t(), None, x.dtype)
-
-    module = weight_only(function, torch.randn(3, 64).to(BF16), torch.randn(32, 64).to(BF16))
+    x, w = torch.randn(3, 64).to(BF16), torch.randn(32, 64).to(BF16)
+    module = weight_only(lambda x, w: linear(x, *quantized(w)), x, w)
     assert operators(module) == ["cast", "cast", "matmul"]
 
 

@@ -25,14 +25,8 @@ def test_parts_of_a_copy_are_those_of_the_whole(word: str, dim: int):
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
     amax = x.abs().amax().reshape(1) if "two-level" in word else None
 
-    def optional(tensor: torch.Tensor | None) -> list[torch.Tensor] | None:
-        return None if tensor is None else [tensor]
-
-    def cast(part: str, scale: torch.Tensor | None = None) -> list[torch.Tensor]:
-        parts: list[torch.Tensor] = ops.cast(
-            x, [f"{word} @{dim} {part}"], None, 0, optional(scale), optional(amax)
-        )
-        return parts
+    def cast(part: str, *scale: torch.Tensor) -> list[torch.Tensor]:
+        return ops.cast(x, [f"{word} @{dim} {part}"], None, 0, list(scale) or None, [amax])
 
     qdata, scale = cast("codes")
     (scales,) = cast("scales")
@@ -45,19 +39,10 @@ def test_parts_of_a_copy_are_those_of_the_whole(word: str, dim: int):
     assert torch.equal(numbers, ops.decode(qdata, None, dim, word, torch.float32))
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "codes",
-        "codes 128x4",
-        "elements",
-        "elements bfloat16",
-        "elements transposed fnuz",
-        "scales per-row",
-        "largest",
-        "float32",
-    ],
-)
+FORMS = "codes", "codes 128x4", "elements", "elements bfloat16", "elements transposed fnuz", "scales per-row"
+
+
+@pytest.mark.parametrize("word", [*FORMS, "largest", "float32"])
 def test_a_copy_is_written_as_it_is_read(word: str):
     written = f"e4m3 32x32 rceil @-2 {word}"
     assert str(Copy.parse(written)) == written

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.reference import ELEMS, FP8, TORCH, element_codes, element_values
+from helpers.spread import every_bf16
 
 import mxcompile
 from mxcompile import MXTensor
@@ -14,8 +15,8 @@ from mxcompile import MXTensor
 def test_every_bf16_element_under_every_scale(elem: str):
     """Blocks led by largest·2^k fix the scale at 2^k; all BF16 values of at most that size follow."""
     largest, emax, _ = ELEMS[elem]
-    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    values = values[values.isfinite()].float()
+    values = every_bf16().float()
+    values = values[values.isfinite()]
     seen = set()
     for byte in range(255):
         leader = torch.tensor(largest * 2.0 ** (byte - 127), dtype=torch.float64).float()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.casts import rounded_tensors
 from helpers.reference import scale_byte_of
+from helpers.spread import every_bf16
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxcompile.errors import FormatError
@@ -52,12 +53,11 @@ FORMATS = sorted(
         for fmt in (operands.x, operands.w)
     }
 )
-BF16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+BF16 = every_bf16()
 
 
 @pytest.mark.parametrize("name", ELEMS)
 def test_elements_are_the_nearest_of_the_grid(name: str):
-    """Every BF16 value in range, and FP32 values around every midpoint of two elements."""
     elem = ELEMS[name]
     grid = element_values(torch.arange(1 << elem.bits, dtype=torch.uint8).view(elem.dtype), elem)
     grid = grid[grid.isfinite()].unique()
@@ -207,9 +207,8 @@ def test_two_levels_are_those_of_torchao():
 
 
 def test_a_cast_to_two_levels_without_the_amax_is_an_error():
-    with pytest.raises(
-        FormatError, match="e2m1 1x16 two-level needs the largest magnitude of the tensor: pass amax"
-    ):
+    message = "e2m1 1x16 two-level needs the largest magnitude of the tensor: pass amax"
+    with pytest.raises(FormatError, match=message):
         encode_tensors(torch.ones(2, 16), -1, Format.parse("e2m1 1x16 two-level"))
 
 
@@ -255,7 +254,6 @@ def test_powers_of_two_are_those_of_torchao():
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("word", FORMATS)
 def test_tiles_cast_alone_equal_the_whole_cast(word: str, dim: int, shape: tuple[int, ...]):
-    """Cut in Python into the tiles of the format; each is cast for itself."""
     fmt = Format.parse(word)
     gen = torch.Generator().manual_seed(len(word))
     spread = torch.exp2(torch.randint(-30, 30, (*shape[:-1], 1), generator=gen).float())
@@ -274,11 +272,8 @@ def test_tiles_cast_alone_equal_the_whole_cast(word: str, dim: int, shape: tuple
                 tile = flat[top : top + rows, column : column + columns].numpy()
                 part = got[top : top + rows, column : column + columns].numpy()
                 if fmt.two_level:
-                    flat_tile = tile.reshape(1, -1)
-                    _, flat_values = two_level_reference(
-                        flat_tile, tensor_amax(x).numpy()[0], DTYPES[fmt.elem.name]
-                    )
-                    expected = flat_values.reshape(tile.shape)
+                    amax, dtype = tensor_amax(x).numpy()[0], DTYPES[fmt.elem.name]
+                    expected = two_level_reference(tile.reshape(1, -1), amax, dtype)[1].reshape(tile.shape)
                 elif fmt.rounding is None:
                     _, expected = fp32_reference(tile, fmt.elem.max, DTYPES[fmt.elem.name])
                 else:
@@ -291,7 +286,7 @@ def test_tiles_cast_alone_equal_the_whole_cast(word: str, dim: int, shape: tuple
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("word", FORMATS)
+@pytest.mark.parametrize("word", [*FORMATS, "e4m3 channel nearest percentile:50"])
 def test_nan_and_inf_fill_their_tile(word: str, bad: float):
     fmt = Format.parse(word)
     x = torch.ones(256, 256)

@@ -8,10 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from helpers.bits import assert_same_bits
+from helpers.casts import codes, rounded_tensors
+from helpers.spread import every_bf16
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
-from mxcompile.formats import Copy, Format
+from mxcompile.formats import Format
 from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors, outer_amax, tensor_amax
 from mxcompile.formats.four_over_six import BOUNDS, BlockError, FourOverSix
 
@@ -19,7 +22,7 @@ F32 = np.float32
 MOST = np.finfo(F32).max
 CHOICES = [FourOverSix(bound=bound, error=error) for bound in BOUNDS for error in BlockError]
 EXTREMES = [448.0 * 6, 256.0 * 6, 1.0, 3.0e-39, 1e-30, 3.3e38, 7.0, 8.75, 0.001, 1e20]
-BF16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+BF16 = every_bf16()
 SHAPES = [(16, 32), (5, 33), (70, 100), (1, 1), (0, 4), (4, 0), (2, 20, 40)]
 
 
@@ -145,18 +148,10 @@ def test_nan_and_inf_make_the_tensor_nan_or_their_row(word: str, bad: float):
     for dim in (-1, -2):
         broken = x.clone()
         broken[3, 40] = bad
-        values = []
-        for source in (x, broken):
-            amax = outer_amax(source, dim, fmt)
-            values.append(
-                decode_tensors(*encode_tensors(source, dim, fmt, amax=amax), dim, fmt, torch.float32, amax)
-            )
-        clean, injected = values
-        affected = torch.zeros(64, 64, dtype=torch.bool)
-        affected[(3 if dim == -1 else slice(None)) if fmt.row_scaled else slice(None)] = True
-        if fmt.row_scaled and dim == -2:
-            affected[:] = False
-            affected[:, 40] = True
+        clean, injected = (rounded_tensors(source, dim, fmt) for source in (x, broken))
+        affected = torch.full((64, 64), not fmt.row_scaled)
+        if fmt.row_scaled:
+            affected.select(*((0, 3) if dim == -1 else (1, 40)))[:] = True
         assert injected[affected].isnan().all()
         assert torch.equal(injected[~affected], clean[~affected])
 
@@ -207,9 +202,7 @@ def test_row_scaled_casts_pass_opcheck(dim: int):
     assert torch.equal(amax, x.abs().amax(dim, keepdim=True))
     torch.library.opcheck(ops.known_scale, (amax.unsqueeze(0), 0, fmt, 3))
     assert torch.equal(ops.known_scale(amax.unsqueeze(0), 0, fmt, 3), amax / torch.tensor(256.0 * 6))
-    torch.library.opcheck(
-        ops.cast, (x, [str(Copy(format=Format.parse(fmt), dim=dim))], None, 0, None, [amax])
-    )
+    torch.library.opcheck(ops.cast, (x, codes(dim, fmt), None, 0, None, [amax]))
 
 
 @pytest.mark.slow
@@ -234,5 +227,4 @@ def test_compiled_casts_have_the_bits_of_the_reference():
 
     x = torch.randn(37, 90, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3))
     torch._dynamo.reset()
-    for computed, wanted in zip(torch.compile(casts)(x), casts(x), strict=True):
-        assert torch.equal(computed, wanted)
+    assert_same_bits(torch.compile(casts)(x), casts(x))

@@ -32,9 +32,7 @@ def test_the_signs_of_transformer_engine():
 def test_transform_equals_the_product_with_the_hadamard_matrix(shape: tuple[int, ...], dim: int, signs: int):
     x = torch.randint(-64, 65, shape).to(torch.float32)  # whose sums are exact
     padded = torch.nn.functional.pad(x.movedim(dim, -1), (0, -shape[dim] % WIDTH)).double()
-    wanted = (padded.unflatten(-1, (-1, WIDTH)) if shape[dim] else padded.unflatten(-1, (0, WIDTH))) @ matrix(
-        signs
-    ).t()
+    wanted = padded.unflatten(-1, (-(-shape[dim] // WIDTH), WIDTH)) @ matrix(signs).t()
     rows = transformed(x, dim, signs)
     assert rows.is_contiguous()
     assert torch.equal(rows.double(), wanted.flatten(-2).movedim(-1, dim))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.policies import every
 from helpers.reference import sqnr_db
 from torch import nn
 
@@ -11,6 +12,7 @@ from mxcompile.compiler.calls import delayed_scales
 from mxcompile.errors import FormatError, PolicyError
 from mxcompile.formats import PRECISIONS, ElemType, Format, Precision, Tile, Tiles, precisions
 
+SIGNS = "expected 16 signs as a number from 0 to 65535, or false"
 TOY = ElemType(name="e2m2", dtype=torch.uint8, max=7.0, emax=2, mantissa_bits=2, min_exponent=0, bits=5)
 
 
@@ -40,7 +42,7 @@ def cast_by_hand(x: torch.Tensor, rows: int) -> torch.Tensor:
 def test_a_row_of_ones_own_trains(toy: Precision):
     torch.manual_seed(0)
     linear, x = nn.Linear(40, 24, bias=False), torch.randn(16, 40, requires_grad=True)
-    policy = Policy.from_dict({"version": 1, "rules": [{"match": {"name": "*"}, "use": "toy5"}]})
+    policy = Policy.from_dict(every("toy5"))
     mxcompile.clear_reports()
     y = torch.compile(linear, backend="mxfp8", options={"policy": policy})(x)
     dy = torch.randn_like(y)
@@ -52,11 +54,8 @@ def test_a_row_of_ones_own_trains(toy: Precision):
     assert sqnr_db(along_tokens[0] @ along_tokens[1].t(), linear.weight.grad) > 100
     report = mxcompile.reports()[-1]
     assert {gemm.precision for gemm in report.gemms} == {"toy5"}
-    assert {str(fmt) for gemm in report.gemms for fmt in gemm.formats} == {
-        "x:e2m2 1x8 rceil",
-        "w:e2m2 8x8 rceil",
-        "dy:e2m2 1x8 rceil",
-    }
+    formats = {str(fmt) for gemm in report.gemms for fmt in gemm.formats}
+    assert formats == {"x:e2m2 1x8 rceil", "w:e2m2 8x8 rceil", "dy:e2m2 1x8 rceil"}
     assert "TOY5" in str(report)
 
 
@@ -89,11 +88,8 @@ def test_a_word_is_taken_once(toy: Precision):
             "32x32 does not belong to nvfp4: it has 1x16, 16x16",
         ),
         ({"precision": "mxfp8", "hadamard": 5}, "'hadamard' does not belong to mxfp8"),
-        (
-            {"precision": "nvfp4", "hadamard": 65536},
-            "expected 16 signs as a number from 0 to 65535, or false",
-        ),
-        ({"precision": "nvfp4", "hadamard": True}, "expected 16 signs as a number from 0 to 65535, or false"),
+        ({"precision": "nvfp4", "hadamard": 65536}, SIGNS),
+        ({"precision": "nvfp4", "hadamard": True}, SIGNS),
         ({"precision": "nvfp4", "rounding": "floor"}, "'rounding' does not belong to nvfp4"),
         ({"precision": "mxfp4", "four_over_six": {"w": 256}}, "'four_over_six' does not belong to mxfp4"),
         ({"precision": "fp8", "row_scaled": "x"}, "'row_scaled' does not belong to fp8"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mxcompile
 from mxcompile import MXTensor
+from mxcompile.errors import CheckpointError
 
 BF16 = torch.bfloat16
 
@@ -64,6 +68,42 @@ def dense_copy(model: nn.Module) -> nn.Module:
     dense.load_state_dict(model.state_dict())
     assert not stored_names(dense)
     return dense.requires_grad_(False)
+
+
+def head_rule(use: str, preset: str = "inference", **embedding: str) -> dict[str, Any]:
+    """A policy that stores the head too. embedding: what a rule says of the embedding."""
+    rules = [{"match": {"role": "head"}, "use": use}]
+    rules += [{"match": {"role": "embedding"}, "use": word} for word in embedding.values()]
+    return {"version": 1, "preset": preset, "rules": rules}
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def row_of(table: mxcompile.StoredWeights, name: str) -> Any:
+    """What the table says of the weight whose name has `name` in it."""
+    (row,) = (row for row in table.weights if name in row.name)
+    return row
+
+
+def assert_same_logits(tokens: Tensor, first: nn.Module, *others: nn.Module) -> None:
+    with torch.no_grad():
+        logits = first(tokens).logits
+        assert all(torch.equal(other(tokens).logits, logits) for other in others)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    """Change entries of a file; None takes one out."""
+    whole = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
+
+
+def assert_refused(message: str, folder: Path, *model: nn.Module) -> None:
+    """Loading fails with a message of one line."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        mxcompile.load_quantized(folder, *model)
+    assert "\n" not in str(caught.value)
 
 
 def mixtral(layers: int = 2) -> nn.Module:

@@ -7,8 +7,18 @@ import json
 
 import pytest
 import torch
+from helpers.spread import spread
 from safetensors.torch import load_file, save_file
-from small_models import llama, mixtral, store_blocks
+from small_models import (
+    assert_refused,
+    assert_same_logits,
+    change_json,
+    head_rule,
+    llama,
+    mixtral,
+    same_bytes,
+    store_blocks,
+)
 from torch import nn
 
 import mxcompile
@@ -20,7 +30,7 @@ from mxcompile.formats.elements import E2M1
 from mxcompile.formats.encoding import pack, unpack
 from mxcompile.models.named import load_model
 
-BF16 = torch.bfloat16
+BF16, TOKENS = torch.bfloat16, torch.arange(10)[None]
 FP8, FP4, INT8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8
 ELEMS = pytest.mark.parametrize("elem", [FP8, FP4], ids=["mxfp8", "mxfp4"])
 LAYOUTS = ["compressed-tensors", "torchao"]
@@ -34,10 +44,6 @@ STORED = {
 """What `quantize` is told of the attention and of the other layers."""
 
 
-def spread(*shape: int) -> torch.Tensor:
-    return (torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())).to(BF16)
-
-
 def small(device: str = "cpu") -> nn.Module:
     with torch.device(device):
         model = nn.Sequential(nn.Linear(64, 96, dtype=BF16), nn.LayerNorm(96), nn.Linear(96, 64, dtype=BF16))
@@ -49,7 +55,7 @@ def small(device: str = "cpu") -> nn.Module:
 def stored(elem: torch.dtype = FP8) -> nn.Module:
     model = small()
     for layer in (model[0], model[2]):
-        weight = mxcompile.quantize(spread(*layer.weight.shape), elem_dtype=elem)
+        weight = mxcompile.quantize(spread(*layer.weight.shape).to(BF16), elem_dtype=elem)
         layer.weight = nn.Parameter(weight, requires_grad=False)
     model.tied.weight = model[2].weight
     return model
@@ -66,9 +72,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if not isinstance(a, MXTensor):
         return torch.equal(a, b)
-    codes = torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
     alike = a.block_dim % a.ndim == b.block_dim % b.ndim
-    return codes and torch.equal(a.scale_bytes, b.scale_bytes) and alike
+    return alike and same_bytes(a.qdata, b.qdata) and torch.equal(a.scale_bytes, b.scale_bytes)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_safetensors_reads_codes_and_scales_without_mxcompile(tmp_path):
     model = stored()
     mxcompile.save_quantized(model, tmp_path / "out")
     tensors = load_file(tmp_path / "out/model.safetensors")
-    assert torch.equal(tensors["0.weight"].view(torch.uint8), model[0].weight.qdata.view(torch.uint8))
+    assert same_bytes(tensors["0.weight"], model[0].weight.qdata)
     assert tensors["0.weight_scale"].dtype is torch.uint8
     assert torch.equal(tensors["0.weight_scale"], model[0].weight.scale_bytes)
     assert "tied.weight" not in tensors
@@ -115,7 +120,7 @@ def test_torchao_reads_and_writes_its_layout(tmp_path, elem):
     assert torch.equal(theirs["0.weight"].dequantize(), model[0].weight.dequantize())
     assert torch.equal(theirs["1.bias"], model[1].bias)
 
-    dense = {"m.weight": spread(64, 96), "m.bias": spread(64)}
+    dense = {"m.weight": spread(64, 96).to(BF16), "m.bias": torch.randn(64, dtype=BF16)}
     theirs_mx = TheirTensor.to_mx(dense["m.weight"], elem, 32)
     tensors, metadata = flatten_tensor_state_dict({"m.weight": theirs_mx, "m.bias": dense["m.bias"]})
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
@@ -203,24 +208,18 @@ def test_of_two_formats_each_has_its_group():
 
 def test_a_tied_head_whose_embedding_keeps_its_table_is_a_weight_of_its_own(tmp_path):
     """What is saved and loaded again has both."""
-    model, tokens = llama(tied=True), torch.arange(8)[None]
+    model = llama(tied=True)
     table = model.model.embed_tokens.weight
-    rules = [
-        {"match": {"role": "head"}, "use": "mxfp8"},
-        {"match": {"role": "embedding"}, "use": "bf16"},
-    ]
-    stored = mxcompile.quantize_weights_(model, {"version": 1, "preset": "inference", "rules": rules})
+    stored = mxcompile.quantize_weights_(model, head_rule("mxfp8", embedding="bf16"))
     (row,) = (row for row in stored.weights if row.shape == (64, 64) and "embed" in row.reason)
-    assert row.stored
-    assert row.reason == "policy: rule 1; the embedding keeps its table (policy: rule 2)"
-    assert row.num_bytes == 64 * 64 * 2 + 64 * 66
+    reason = "policy: rule 1; the embedding keeps its table (policy: rule 2)"
+    assert (row.stored, row.reason, row.num_bytes) == (True, reason, 64 * 64 * 2 + 64 * 66)
     assert model.model.embed_tokens.weight is table
     assert torch.equal(model.lm_head.weight.dequantize(), mxcompile.quantize(table).dequantize())
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     assert isinstance(loaded.lm_head.weight, MXTensor)
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    assert_same_logits(TOKENS, loaded, model)
 
 
 def llava():
@@ -236,9 +235,6 @@ def llava():
     return LlavaForConditionalGeneration._from_config(config, dtype=BF16).eval()
 
 
-TOKENS = torch.arange(10)[None]
-
-
 @pytest.mark.parametrize("layout", OF_MXFP8)
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), mixtral], ids=["llama", "tied", "mixtral"])
 @pytest.mark.parametrize("elems", [(FP8, FP8), (FP8, FP4)], ids=["mxfp8", "both"])
@@ -250,8 +246,7 @@ def test_hugging_face_models_round_trip(tmp_path, make, layout, elems):
     loaded = mxcompile.load_quantized(tmp_path / "out")
     assert same(model, loaded)
     assert type(loaded) is type(model)
-    with torch.no_grad():
-        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert_same_logits(TOKENS, loaded, model)
 
 
 def test_a_config_with_an_infinite_number_is_read(tmp_path):
@@ -310,8 +305,7 @@ def test_experts_of_gpt_oss_stay_in_their_mxfp4(tmp_path):
         assert weight.elem_dtype is FP4
         assert weight.stored_bytes * 32 == 17 * weight.numel()
         assert torch.equal(weight.dequantize(), getattr(experts, name))
-    with torch.no_grad():
-        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert_same_logits(TOKENS, loaded, model)
     layout, groups = contents(Checkpoint.open(tmp_path / "out"))
     assert layout == "gpt-oss"
     shapes = {group.shape for group in groups if group.kind == "mxfp4 e2m1"}
@@ -324,8 +318,7 @@ def test_experts_of_gpt_oss_without_their_scales_are_refused(tmp_path):
     blocks = torch.zeros(2, 8, 1, 16, dtype=torch.uint8)
     for scales in ({}, {"m.w_scales": torch.zeros(2, 4, 1, dtype=torch.uint8)}):
         save_file({"m.w_blocks": blocks, **scales}, tmp_path / "model.safetensors")
-        with pytest.raises(CheckpointError, match="has no scales of its blocks"):
-            mxcompile.load_quantized(tmp_path / "model.safetensors", nn.Linear(2, 2))
+        assert_refused("has no scales of its blocks", tmp_path / "model.safetensors", nn.Linear(2, 2))
 
 
 @pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
@@ -337,10 +330,7 @@ def test_transformers_loads_saved_quantized_checkpoints(tmp_path, make, how):
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
     assert not any(info.values()), info
-    ours = mxcompile.load_quantized(tmp_path / "out")
-    with torch.no_grad():
-        for other in (loaded, ours):
-            assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
+    assert_same_logits(TOKENS, model, loaded, mxcompile.load_quantized(tmp_path / "out"))
     for name, value in model.named_parameters() if make is llama else ():  # decompressed by the call
         dense = value.dequantize() if isinstance(value, MXTensor) else value
         assert torch.equal(loaded.get_parameter(name), dense), name
@@ -400,10 +390,8 @@ def test_a_model_of_compiled_blocks_has_the_names_of_the_plain_model_in_files(tm
 def test_model_or_folder_without_quantized_weights_is_refused(tmp_path, whole):
     """Both ways, for a model of Hugging Face and any other: neither is silently something else."""
     model = llama() if whole else small()
-    with pytest.raises(
-        CheckpointError,
-        match="no weight of the model is stored in MXFP8, MXINT8, MXFP4 or NVFP4: quantize",
-    ):
+    unstored = "no weight of the model is stored in MXFP8, MXINT8, MXFP4 or NVFP4: quantize"
+    with pytest.raises(CheckpointError, match=unstored):
         mxcompile.save_quantized(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     if whole:
@@ -411,11 +399,8 @@ def test_model_or_folder_without_quantized_weights_is_refused(tmp_path, whole):
     else:
         (tmp_path / "plain").mkdir()
         save_file({"0.weight": model[0].weight.detach()}, tmp_path / "plain/model.safetensors")
-    with pytest.raises(
-        CheckpointError,
-        match="plain: no weight is stored in FP8, MXFP8, MXINT8, MXFP4 or NVFP4: `mxcompile convert`",
-    ):
-        mxcompile.load_quantized(tmp_path / "plain", *([] if whole else [model]))
+    plain = "plain: no weight is stored in FP8, MXFP8, MXINT8, MXFP4 or NVFP4: `mxcompile convert`"
+    assert_refused(plain, tmp_path / "plain", *([] if whole else [model]))
 
 
 @pytest.mark.parametrize("make", [llama, llava])
@@ -435,9 +420,7 @@ def test_the_values_are_of_the_dtype_that_the_rest_of_the_checkpoint_has(tmp_pat
 
     model = llama().to(dtype)
     model.save_pretrained(tmp_path / "in")
-    config = json.loads((tmp_path / "in/config.json").read_text())
-    config.pop("dtype")
-    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "in/config.json", dtype=None)
     convert(tmp_path / "in", tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}

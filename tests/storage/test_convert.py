@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import Model, llama, mixtral, quantized
+from small_models import Model, assert_same_logits, change_json, llama, mixtral, quantized, same_bytes
 from test_checkpoints import BF16, TOKENS, llava
 from torch import nn
 from tqdm import tqdm
@@ -63,12 +63,9 @@ def test_convert_makes_the_weights_of_quantize_weights(source, tmp_path, layout)
 
     expected = LlamaForCausalLM.from_pretrained(source, dtype=BF16).eval()
     table_in_memory = mxcompile.quantize_weights_(expected, progress=False)
-    loaded = mxcompile.load_quantized(tmp_path / "out")
-    with torch.no_grad():
-        assert torch.equal(loaded(TOKENS).logits, expected(TOKENS).logits)
-    assert {w.name for w in table.weights if w.stored} == {
-        w.name for w in table_in_memory.weights if w.stored
-    }
+    assert_same_logits(TOKENS, expected, mxcompile.load_quantized(tmp_path / "out"))
+    stored, expected_names = ({w.name for w in t.weights if w.stored} for t in (table, table_in_memory))
+    assert stored == expected_names
     assert table.num_bytes == table_in_memory.num_bytes
     assert all(25 < w.sqnr_db < 40 for w in table.weights if w.stored)
     assert len(json.loads((tmp_path / "out/mxfp8_weights.json").read_text())) == len(table.weights)
@@ -101,8 +98,7 @@ def test_transformers_loads_the_result(tmp_path, make):
     ours = mxcompile.load_quantized(tmp_path / "out")
     theirs, info = type(ours).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
     assert not any(info.values()), info
-    with torch.no_grad():
-        assert torch.equal(theirs(TOKENS).logits, ours(TOKENS).logits)
+    assert_same_logits(TOKENS, theirs, ours)
 
 
 @pytest.mark.slow
@@ -190,9 +186,10 @@ def test_convert_with_several_precisions_names_each(source, tmp_path, capsys):
             assert row.num_bytes == weight.stored_bytes
             expected = mxcompile.quantize(before[row.name], **how)
             assert weight.form == expected.form
-            assert torch.equal(weight.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+            assert same_bytes(weight.qdata, expected.qdata)
             assert torch.equal(weight.dequantize(), expected.dequantize())
-            assert (25 if precision == "mxfp8" else 15) < row.sqnr_db < (40 if precision == "mxfp8" else 25)
+            low, high = (25, 40) if precision == "mxfp8" else (15, 25)
+            assert low < row.sqnr_db < high
     assert main(["inspect", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "of it in MXFP8, MXFP4 and NVFP4" in printed
@@ -256,16 +253,14 @@ def test_a_checkpoint_that_is_quantized_in_part_is_converted(tmp_path: Path, lay
         if name.startswith("blocks.0"):
             assert row.sqnr_db is None
             assert torch.equal(after.dequantize(), before.dequantize())
-            if precision == "mxfp8":
-                assert torch.equal(after.qdata.view(torch.uint8), before.qdata.view(torch.uint8))
+            assert precision == "mxfp4" or same_bytes(after.qdata, before.qdata)
         else:
             assert torch.equal(after.dequantize(), mxcompile.quantize(before).dequantize())
 
 
 def test_convert_of_fp32_model_prints_the_dtype_for_loading(source, tmp_path, capsys):
     """Layers that compressed-tensors decompresses, always to BF16, failed beside FP32 ones."""
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    change_json(source / "config.json", dtype="float32")
     assert main(["convert", str(source), str(tmp_path / "out")]) == 0
     assert "from_pretrained(…, dtype=torch.bfloat16)" in capsys.readouterr().out
 
@@ -297,8 +292,7 @@ def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, caps
             (source / "config.json").unlink()
         case "no architecture" | "unknown architecture":
             names = ["Own"] if how.startswith("unknown") else None
-            config = json.loads((source / "config.json").read_text())
-            (source / "config.json").write_text(json.dumps(config | {"architectures": names}))
+            change_json(source / "config.json", architectures=names)
         case "inside":
             target = source / "out"
         case "fp8_rowwise" | "fp8_delayed":
@@ -325,12 +319,8 @@ def test_failed_convert_prints_a_line_and_leaves_no_files(source, tmp_path, monk
 
     monkeypatch.setattr("mxcompile.checkpoint.convert.write_tensors", then_full)
     try:
-        for target, reason in (
-            ("out", "File too large"),
-            ("file/out", "file: File exists"),
-            (".", "exists"),
-            ("/", "exists"),
-        ):
+        reasons = {"out": "File too large", "file/out": "file: File exists", ".": "exists", "/": "exists"}
+        for target, reason in reasons.items():
             assert main(["convert", str(source), str(tmp_path / target)]) == 2
             lines = capsys.readouterr().err.splitlines()
             assert reason in lines[-1]

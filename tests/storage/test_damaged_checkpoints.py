@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 from safetensors.torch import load_file, save_file
-from small_models import llama, store_blocks
+from small_models import assert_refused, change_json, llama, store_blocks
 from test_checkpoints import small, stored
 from torch import nn
 
@@ -77,9 +77,7 @@ DAMAGE = {
 def test_damage_is_refused_in_one_line(tmp_path, how):
     folder = saved(tmp_path)
     damage(folder, how)
-    with pytest.raises(CheckpointError, match=DAMAGE[how]) as caught:
-        mxcompile.load_quantized(folder, small("meta"))
-    assert "\n" not in str(caught.value)
+    assert_refused(DAMAGE[how], folder, small("meta"))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -88,22 +86,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         (nn.Sequential(nn.Linear(64, 96)), "which the model lacks"),
         (nn.Sequential(*small(), nn.Linear(2, 2)), "which the model has"),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            mxcompile.load_quantized(folder, model)
+        assert_refused(message, folder, model)
     other = small()
     other[1] = nn.LayerNorm(95)
-    with pytest.raises(CheckpointError, match="has shape"):
-        mxcompile.load_quantized(folder, other)
+    assert_refused("has shape", folder, other)
 
 
 def test_a_hugging_face_checkpoint_that_its_config_does_not_fit_is_refused_in_one_line(tmp_path):
     mxcompile.save_quantized(store_blocks(llama()), tmp_path / "out")
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    config = (tmp_path / "out/config.json").read_text()
     for change in ({"intermediate_size": 64}, {"num_hidden_layers": 3}, {"hidden_size": "wide"}):
-        (tmp_path / "out/config.json").write_text(json.dumps(config | change))
-        with pytest.raises(CheckpointError, match=str(tmp_path)) as caught:
-            mxcompile.load_quantized(tmp_path / "out")
-        assert "\n" not in str(caught.value)
+        (tmp_path / "out/config.json").write_text(config)
+        change_json(tmp_path / "out/config.json", **change)
+        assert_refused(str(tmp_path), tmp_path / "out")
 
 
 def test_save_into_an_existing_directory_raises(tmp_path):

@@ -9,17 +9,15 @@ import pytest
 import torch
 from helpers.casts import quantize
 from helpers.eager_backend import EagerBackend
-from small_models import llama
+from helpers.policies import every
+from small_models import llama, same_bytes
 from torch import nn
 
 import mxcompile
 from mxcompile.errors import CheckpointError, ModelError
 
 TOKENS = torch.arange(64).view(2, 32) % 60
-TILES = {
-    "version": 1,
-    "rules": [{"match": {"name": "*"}, "use": {"weight_block": "32x32", "rounding": "floor"}}],
-}
+TILES = every({"weight_block": "32x32", "rounding": "floor"})
 
 
 def eager(model: nn.Module, policy: Any) -> Any:
@@ -85,15 +83,12 @@ ROWS = torch.randn(4, 64, dtype=torch.bfloat16)
 def test_tiles_are_exported_as_the_forward_casts_them():
     model = small()
     eager(model, TILES)(ROWS)
-    exported = {
-        name: (codes, scales) for name, codes, scales, _ in mxcompile.export_weights(model, args=(ROWS,))
-    }
-    codes, scales = exported["0.weight"]
+    exported = {export.name: export for export in mxcompile.export_weights(model, args=(ROWS,))}
     elements, repeated = quantize(model[0].weight, -1, torch.float8_e4m3fn, "floor", True)
-    assert torch.equal(codes.view(torch.uint8), elements.view(torch.uint8))
-    assert torch.equal(scales, repeated)
-    assert exported["0.bias"][1] is None
-    assert torch.equal(exported["0.bias"][0], model[0].bias)
+    assert same_bytes(exported["0.weight"].codes, elements)
+    assert torch.equal(exported["0.weight"].scales, repeated)
+    assert exported["0.bias"].scales is None
+    assert torch.equal(exported["0.bias"].codes, model[0].bias)
 
 
 def test_a_policy_is_never_guessed():
@@ -130,22 +125,14 @@ def test_weights_in_mxfp4_are_packed(layout):
 
 
 def test_weight_unsupported_by_the_layout_keeps_dtype_with_reason():
-    policy = {
-        "version": 1,
-        "rules": [
-            {"match": {"name": "0"}, "use": {"precision": "mxfp8", "elem_dtype": "e5m2"}},
-            {"match": {"name": "2"}, "use": "mxfp8"},
-        ],
-    }
+    e5m2 = {"match": {"name": "0"}, "use": {"precision": "mxfp8", "elem_dtype": "e5m2"}}
+    policy = {"version": 1, "rules": [e5m2, {"match": {"name": "2"}, "use": "mxfp8"}]}
     exported = mxcompile.export_weights(small(), policy=policy, args=(ROWS,))
     first, second = exported.weights.weights
-    assert second.stored
-    assert not first.stored
+    assert (first.stored, second.stored) == (False, True)
     assert first.reason == "compressed-tensors has MXFP8 e4m3, MXINT8 int8, MXFP4 e2m1 and NVFP4 e2m1 only"
     assert exported.quantization_config()["ignore"] == ["0"]
-    by_name = {
-        export.name: export
-        for export in mxcompile.export_weights(small(), "torchao", policy=policy, args=(ROWS,))
-    }
+    others = mxcompile.export_weights(small(), "torchao", policy=policy, args=(ROWS,))
+    by_name = {export.name: export for export in others}
     assert by_name["0.weight"].codes.dtype is torch.float8_e5m2
     assert by_name["2.weight"].scales.dtype is torch.float8_e8m0fnu

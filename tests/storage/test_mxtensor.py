@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from helpers.spread import spread
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,19 +35,18 @@ ALL_FORMATS = pytest.mark.parametrize("how", FORMATS.values(), ids=FORMATS)
 
 def joined() -> MXTensor:
     """Tensors in NVFP4 that were joined: rows keep the global scales they came with, which differ by 2^9."""
-    return torch.cat([mxcompile.quantize(spread(3, 100) * size, **FORMATS["nvfp4"]) for size in (1, 512)])
+    return torch.cat([mxcompile.quantize(bf16(3, 100) * size, **FORMATS["nvfp4"]) for size in (1, 512)])
 
 
 WEIGHTS = {
-    **{name: lambda how=how: mxcompile.quantize(spread(6, 100), **how) for name, how in FORMATS.items()},
+    **{name: lambda how=how: mxcompile.quantize(bf16(6, 100), **how) for name, how in FORMATS.items()},
     "joined nvfp4": joined,
 }
 ALL_WEIGHTS = pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 
 
-def spread(*shape: int) -> Tensor:
-    """Normal values of many binades, so that scales differ everywhere."""
-    return (torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())).to(BF16)
+def bf16(*shape: int) -> Tensor:
+    return spread(*shape).to(BF16)
 
 
 def equal(tensor: Tensor, expected: Tensor) -> bool:
@@ -144,9 +144,9 @@ def test_everything_else_sees_the_values(name, weight):
 def test_blocks_along_any_dimension_of_a_stack(shape, dim, how):
     if how.get("elem_dtype") is E2M1 and shape[dim] % 2:
         with pytest.raises(FormatError, match=f"2 e2m1 elements share a byte, and k={shape[dim]} is odd"):
-            mxcompile.quantize(spread(*shape), block_dim=dim, **how)
+            mxcompile.quantize(bf16(*shape), block_dim=dim, **how)
         return
-    w = mxcompile.quantize(spread(*shape), block_dim=dim, **how)
+    w = mxcompile.quantize(bf16(*shape), block_dim=dim, **how)
     dense = w.dequantize(BF16)
     for move in (
         lambda x: x[0], lambda x: x.mT, lambda x: x.permute(2, 0, 1), lambda x: x.unsqueeze(1),
@@ -158,12 +158,12 @@ def test_blocks_along_any_dimension_of_a_stack(shape, dim, how):
 
 @ALL_FORMATS
 def test_values_keep_the_strides_of_the_codes(how):
-    w = mxcompile.quantize(spread(6, 100), **how).t()
+    w = mxcompile.quantize(bf16(6, 100), **how).t()
     assert w.dequantize().stride() == w.stride() == (1, 100)
 
 
 def test_another_dtype_keeps_the_codes():
-    w = mxcompile.quantize(spread(6, 100))
+    w = mxcompile.quantize(bf16(6, 100))
     wide = w.to(F32)
     assert isinstance(wide, MXTensor)
     assert wide.dtype is F32
@@ -173,7 +173,7 @@ def test_another_dtype_keeps_the_codes():
 
 @pytest.mark.parametrize("change", [lambda w: w.add_(1), lambda w: w.zero_(), lambda w: w.mul_(2)])
 def test_changes_in_place_are_refused(change):
-    w = mxcompile.quantize(spread(2, 64))
+    w = mxcompile.quantize(bf16(2, 64))
     before = w.dequantize()
     with pytest.raises(FormatError, match="in place"):
         change(w)
@@ -182,10 +182,10 @@ def test_changes_in_place_are_refused(change):
 
 @ALL_FORMATS
 def test_copy_takes_codes_or_quantizes(how):
-    w, other = (mxcompile.quantize(spread(2, 64), **how) for _ in range(2))
+    w, other = (mxcompile.quantize(bf16(2, 64), **how) for _ in range(2))
     w.copy_(other)
     assert equal(w, other.dequantize())
-    dense = spread(2, 64)
+    dense = bf16(2, 64)
     w.copy_(dense)
     assert equal(w, mxcompile.quantize(dense, **how).dequantize())
     for source in (
@@ -202,7 +202,7 @@ def test_copy_takes_codes_or_quantizes(how):
 def stored_linear(n: int = 64, k: int = 100, how: dict = FORMATS["mxfp8"]) -> tuple[nn.Linear, nn.Linear]:
     """A layer with a stored weight, and the dense layer of its values."""
     stored, dense = (nn.Linear(k, n, dtype=BF16) for _ in range(2))
-    weight = mxcompile.quantize(spread(n, k), **how)
+    weight = mxcompile.quantize(bf16(n, k), **how)
     stored.weight = nn.Parameter(weight, requires_grad=False)
     dense.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
     dense.bias = stored.bias
@@ -332,7 +332,7 @@ def test_tied_weights_stay_tied():
 
 @ALL_FORMATS
 def test_fake_and_meta_mxtensors_have_shapes(how):
-    w = mxcompile.quantize(spread(6, 100), **how)
+    w = mxcompile.quantize(bf16(6, 100), **how)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(w)
         assert isinstance(fake, MXTensor)
@@ -364,19 +364,19 @@ def test_exported_program_with_stored_weights_has_equal_outputs(how):
 
 
 def test_text_of_mxtensor_names_format_and_bytes():
-    w = mxcompile.quantize(spread(6, 100))
+    w = mxcompile.quantize(bf16(6, 100))
     assert str(w) == "MXTensor((6, 100), mxfp8 e4m3, block_dim=-1, dtype=torch.bfloat16)"
     assert w.stored_bytes == 6 * 100 + 6 * 4
-    packed = mxcompile.quantize(spread(6, 100), elem_dtype=E2M1)
+    packed = mxcompile.quantize(bf16(6, 100), elem_dtype=E2M1)
     assert str(packed) == "MXTensor((6, 100), mxfp4 e2m1, block_dim=-1, dtype=torch.bfloat16)"
     assert packed.stored_bytes == 6 * 50 + 6 * 4
-    packed = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
+    packed = mxcompile.quantize(bf16(6, 100), **FORMATS["nvfp4"])
     assert str(packed) == "MXTensor((6, 100), nvfp4 e2m1, block_dim=-1, dtype=torch.bfloat16)"
     assert packed.stored_bytes == 6 * 50 + 6 * 7 + 4
 
 
 def test_a_global_scale_of_one_number_stays_one():
-    w = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
+    w = mxcompile.quantize(bf16(6, 100), **FORMATS["nvfp4"])
     stack = torch.stack([w, w])
     for result in (w[1:3], w.t(), w.view(2, 3, 100), w[torch.tensor([1])], w.split(2)[1], stack, stack[0]):
         assert result.global_scale.numel() == (2 if result is stack else 1)
@@ -384,7 +384,7 @@ def test_a_global_scale_of_one_number_stays_one():
 
 
 def _nvfp4(**changes):
-    w = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
+    w = mxcompile.quantize(bf16(6, 100), **FORMATS["nvfp4"])
     parts = {"qdata": w.qdata.view(E2M1), "scale": w.scale, "global_scale": w.global_scale}
     return MXTensor(**parts | changes)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import head_rule
 from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
@@ -45,8 +46,7 @@ def gemma() -> Any:
 def stored(make: Any) -> Any:
     torch.manual_seed(0)
     model = make().eval()  # in FP32, so that two next tokens are no tie
-    rules = [{"match": {"role": "head"}, "use": "mxint8"}]
-    mxcompile.quantize_weights_(model, {"version": 1, "preset": "mxint8", "rules": rules}, progress=False)
+    mxcompile.quantize_weights_(model, head_rule("mxint8", preset="mxint8"), progress=False)
     return model
 
 
@@ -95,8 +95,7 @@ def test_package_that_quantizes_activations_has_logits_of_the_compiled_model(
 ):
     torch.manual_seed(0)
     model = llama().eval()
-    rules = [{"match": {"role": "head"}, "use": precision}]
-    policy = {"version": 1, "preset": preset, "rules": rules}
+    policy = head_rule(precision, preset)
     mxcompile.quantize_weights_(model, policy, progress=False)
     mxcompile.save_package(model, tmp_path / "served", max_cache_len=ROOM, quantize_activations=True)
     package = mxcompile.load_package(tmp_path / "served")

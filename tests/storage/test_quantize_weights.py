@@ -7,7 +7,9 @@ import re
 
 import pytest
 import torch
-from small_models import TOKENS, Block, Model, dense_copy, quantized, stored_names
+from helpers.policies import every
+from helpers.written import Written, random_parameter
+from small_models import TOKENS, Block, Model, dense_copy, quantized, row_of, same_bytes, stored_names
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +25,7 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.storage import tensor
 
 BF16, FP4 = torch.bfloat16, torch.float4_e2m1fn_x2
-ALL = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+ALL = every("mxfp8", preset="inference")
 
 
 def test_blocks_are_stored_and_the_rest_is_not():
@@ -62,9 +64,7 @@ def test_a_rule_of_blocks_counts_those_that_are_not_traced_too():
     assert stored_names(model) == {
         f"blocks.{index}.{name}.weight" for index in range(4, 8) for name in ("gate", "up", "down")
     }
-    kept = [
-        weight.reason for weight in table.weights if weight.name.startswith("blocks.") and not weight.stored
-    ]
+    kept = [w.reason for w in table.weights if w.name.startswith("blocks.") and not w.stored]
     assert kept == ["policy: rule 1"] * 12
 
 
@@ -116,9 +116,8 @@ def test_stored_weights_are_not_cast_again(monkeypatch):
     def look(graph, target, device, **_) -> None:
         if target.name == "sm_90":
             WeightOnly(target=TARGETS["sm_90"], device="cpu").apply(graph)
-        casts_of_target[target.name] = [
-            str(node.target) for node in graph.nodes if node.op == "call_function"
-        ]
+        calls = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        casts_of_target[target.name] = calls
         kernels = [tag.kernel for node in graph.nodes for tag in tags_of(node)]
         casts_of_target[f"{target.name} kernels"] = kernels
 
@@ -135,16 +134,13 @@ def test_stored_weights_are_not_cast_again(monkeypatch):
     assert all(kernel.startswith("mx_weight_only_mm") for kernel in casts_of_target["sm_90 kernels"][:6])
 
 
+TYPO = "policy: rule 1 matched no layer: 'blocks.*.dwon' (did you mean 'blocks.*.down'?)"
 RULES = {
     "head": ({"name": "head"}, "policy: rule 1; the embedding reads its rows", []),
     "both": ({"role": ["head", "embedding"]}, "policy: rule 1; the embedding reads its rows", []),
     "all": ({"name": "*"}, "policy: rule 1; the embedding reads its rows", []),
     "table": ({"name": "embed"}, "policy: rule 1, but head keeps it", []),
-    "typo": (
-        {"name": "blocks.*.dwon"},
-        "role head",
-        ["policy: rule 1 matched no layer: 'blocks.*.dwon' (did you mean 'blocks.*.down'?)"],
-    ),
+    "typo": ({"name": "blocks.*.dwon"}, "role head", [TYPO]),
 }
 
 
@@ -162,9 +158,8 @@ def test_rule_for_tied_weights_gives_reason_and_warnings(case, caplog):
 @pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_tensor", "fp8_block", "fp8_delayed"])
 def test_policy_without_mxfp8_stores_no_weights(policy):
     model = Model()
-    with pytest.raises(
-        PolicyError, match=f"preset {policy} stores no weight: stored weights have a scale for 32 elements"
-    ):
+    message = f"preset {policy} stores no weight: stored weights have a scale for 32 elements"
+    with pytest.raises(PolicyError, match=message):
         quantized(model, policy)
     assert not stored_names(model)
     _, table = quantized(policy="bf16")  # which asks for none
@@ -177,9 +172,8 @@ def test_of_several_formats_those_of_32_elements_are_stored():
         {"match": {"name": "*.gate"}, "use": "mxfp6_e2m3"},
         {"match": {"name": "*.down"}, "use": {"precision": "mxfp8", "weight_block": "32x32"}},
     ]
-    with pytest.raises(
-        PolicyError, match=r"this mxfp6_e2m3 has other scales; .* this mxfp8 has other scales$"
-    ):
+    message = r"this mxfp6_e2m3 has other scales; .* this mxfp8 has other scales$"
+    with pytest.raises(PolicyError, match=message):
         quantized(policy={"version": 1, "preset": "inference", "rules": rules})
     model, table = quantized(policy={"version": 1, "preset": "inference", "rules": rules[:2]})
     assert stored_names(model) == {"blocks.0.down.weight", "blocks.1.down.weight"}
@@ -197,22 +191,15 @@ def test_headline_of_the_table_counts_weights_left_unquantized():
     assert second == f"all 7 weights: {every / 1024:.1f} KiB, {every / bf16:.1%} of BF16"
 
 
-class Transposed(nn.Module):
+def test_blocks_run_along_the_contracted_dimension():
     """Weights stored [K, N], as wide as they are long; one shared by two layers; one used both ways."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(64, 64, dtype=BF16))
-        self.second = nn.Parameter(torch.randn(64, 64, dtype=BF16))
-        self.both = nn.Parameter(torch.randn(64, 64, dtype=BF16))
+    def forward(model: Written, x: Tensor) -> Tensor:
+        x = torch.relu(x @ model.first) @ model.second.t()
+        return x @ model.both @ model.both.t()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(x @ self.first) @ self.second.t()
-        return x @ self.both @ self.both.t()
-
-
-def test_blocks_run_along_the_contracted_dimension():
-    model = Transposed()
+    names = "first", "second", "both"
+    model = Written(forward, **{name: random_parameter(64, 64, dtype=BF16) for name in names})
     dense = [value.detach().clone() for value in model.parameters()]
     table = mxcompile.quantize_weights_(model, ALL, args=(torch.randn(3, 64, dtype=BF16),), progress=False)
     assert stored_names(model) == {"first", "second"}
@@ -221,21 +208,15 @@ def test_blocks_run_along_the_contracted_dimension():
     assert "in different ways" in next(w.reason for w in table.weights if w.name == "both")
 
 
-class Experts(nn.Module):
-    """A stack of experts, every token through all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 96, 64, dtype=BF16))
-        self.down = nn.Parameter(torch.randn(4, 96, 64, dtype=BF16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(torch.bmm(x.expand(4, *x.shape), self.up.transpose(1, 2)))
-        return torch.bmm(hidden, self.down).sum(0)
-
-
 def test_stacked_experts_are_stored_along_their_contraction():
-    model, x = Experts(), torch.randn(3, 64, dtype=BF16)
+    """Every token goes through all experts of a stack."""
+
+    def forward(model: Written, x: Tensor) -> Tensor:
+        hidden = torch.relu(torch.bmm(x.expand(4, *x.shape), model.up.transpose(1, 2)))
+        return torch.bmm(hidden, model.down).sum(0)
+
+    model = Written(forward, **{name: random_parameter(4, 96, 64, dtype=BF16) for name in ("up", "down")})
+    x = torch.randn(3, 64, dtype=BF16)
     mxcompile.quantize_weights_(model, ALL, args=(x,), progress=False)
     assert [value.block_dim for value in model.parameters()] == [-1, -2]
     report = mxcompile.explain(model, x, policy=ALL, training=False)
@@ -288,7 +269,7 @@ def test_a_large_weight_is_cast_inpieces(how):
             patch.setattr(cast, "_CHUNK", 1000)
             assert len(list(cast.pieces(x, dim))) > pieces
             part = cast.cast(x[:4], dim, expected.form)
-        assert torch.equal(part.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+        assert same_bytes(part.qdata, expected.qdata)
         assert torch.equal(part.scale_bytes, expected.scale_bytes)
         assert torch.equal(part.dequantize(), expected.dequantize())
 
@@ -297,7 +278,7 @@ def test_a_weight_that_is_not_seen_is_named():
     model = Model()
     model.unused = nn.Linear(32, 32, dtype=BF16)
     _, table = quantized(model)
-    (unused,) = (weight for weight in table.weights if weight.name == "unused.weight")
+    unused = row_of(table, "unused")
     assert not unused.stored
     assert "no compiled product of the traced call" in unused.reason
 
@@ -315,9 +296,8 @@ def test_sharded_parameters_are_refused():
     try:
         model = Model()
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(
-            ModelError, match=r"embed.weight is sharded \(a DTensor\): store the weights before"
-        ):
+        message = r"embed.weight is sharded \(a DTensor\): store the weights before"
+        with pytest.raises(ModelError, match=message):
             quantized(model)
         assert not stored_names(model)
     finally:

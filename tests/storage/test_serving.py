@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.policies import every
+from helpers.written import Written
 from small_models import llama, store_blocks
 from torch import nn
 from torch._dynamo.utils import counters
@@ -83,15 +85,9 @@ def test_second_start_of_a_checkpoint_compiles_nothing(tmp_path):
     assert (report.summary.cache, stored.summary.cache) == ("miss", "hit")
 
 
-class Logits(nn.Module):
+def logits_of(model: nn.Module) -> nn.Module:
     """A causal language model without a cache, as a function of tokens alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits
+    return Written(lambda self, tokens: self.model(input_ids=tokens, use_cache=False).logits, model=model)
 
 
 @pytest.mark.slow
@@ -100,10 +96,10 @@ def test_an_artefact_of_aotinductor_runs_without_mxcompile(tmp_path):
     """It holds codes and scales, not values, and gives what that of the dense model gives."""
     stored, dense = pair()
     mxcompile.save_quantized(stored, tmp_path / "checkpoint")
-    loaded = Logits(mxcompile.load_quantized(tmp_path / "checkpoint"))
+    loaded = logits_of(mxcompile.load_quantized(tmp_path / "checkpoint"))
     package = packaged(loaded, tmp_path / "stored.pt2")
     decoding = packaged(loaded, tmp_path / "decoding.pt2", mxcompile.aoti_configs())
-    expected = torch._inductor.aoti_load_package(packaged(Logits(dense), tmp_path / "dense.pt2"))(PROMPT)
+    expected = torch._inductor.aoti_load_package(packaged(logits_of(dense), tmp_path / "dense.pt2"))(PROMPT)
     torch.save({"tokens": PROMPT, "logits": expected}, tmp_path / "values.pt")
     script = (
         "import sys, torch\n"
@@ -123,21 +119,16 @@ def test_an_artefact_of_aotinductor_runs_without_mxcompile(tmp_path):
     assert sizes["dense"] - sizes["stored"] == values * 2 - values * 33 // 32
 
 
-class Transposed(nn.Module):
-    """A kernel with two transposes of 16 bits, most of which GCC 12 for AVX-512 drops without a flag."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.t().contiguous(), (-x.t()).contiguous()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
 def test_artefact_keeps_all_elements_of_two_transposed_tensors(tmp_path):
+    """A kernel with two transposes of 16 bits, most of which GCC 12 for AVX-512 drops without a flag."""
+    model = Written(lambda _, x: (x.t().contiguous(), (-x.t()).contiguous()))
     x = torch.randn(64, 96, dtype=torch.bfloat16)
     with config.patch("cpp.enable_floating_point_contract_flag", "off"):
-        package = packaged(Transposed(), tmp_path / "transposed.pt2", mxcompile.aoti_configs(), x)
+        package = packaged(model, tmp_path / "transposed.pt2", mxcompile.aoti_configs(), x)
     results = torch._inductor.aoti_load_package(package)(x)
-    assert all(map(torch.equal, results, Transposed()(x)))
+    assert all(map(torch.equal, results, model(x)))
 
 
 def packaged(model: nn.Module, path, configs: dict[str, Any] | None = None, x: torch.Tensor = PROMPT) -> str:
@@ -172,7 +163,7 @@ def products(package) -> int:
 def test_package_casts_activations_to_four_bits_as_the_compiled_model_does(precision: str, tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(96, 64, bias=False), nn.ReLU(), nn.Linear(64, 96)), torch.randn(40, 96)
-    policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "*"}, "use": precision}]}
+    policy = every(precision, preset="bf16")
     mxcompile.quantize_weights_(model, policy, args=(x,), progress=False)
     configs = mxcompile.aoti_configs(quantize_activations=True)
     with torch.no_grad():

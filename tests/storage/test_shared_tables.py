@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
+from helpers.needs import pretend_cpu
 from safetensors.torch import load_file
-from small_models import TOKENS, Model, dense_copy, llama, quantized
+from small_models import TOKENS, Model, assert_same_logits, dense_copy, head_rule, llama, quantized, row_of
 from test_convert import written
 from torch import nn
 
@@ -16,34 +16,26 @@ import mxcompile
 from mxcompile import MXTensor
 from mxcompile.checkpoint.convert import convert
 from mxcompile.compiler.hooks import compilation
-from mxcompile.lowering import targets
 from mxcompile.ops.view import Decode
 
 PRECISIONS = ["mxfp8", "mxint8", "mxfp4", "nvfp4"]
 PROMPT = torch.arange(2, 10)[None]
 
 
-def head_in(precision: str, **embedding: str) -> dict:
-    """A policy that stores the head too. embedding: what a rule says of the embedding."""
-    rules = [{"match": {"role": "head"}, "use": precision}]
-    rules += [{"match": {"role": "embedding"}, "use": word} for word in embedding.values()]
-    return {"version": 1, "preset": "inference", "rules": rules}
-
-
 def shared(precision: str = "mxint8") -> nn.Module:
     """A Llama whose head is tied, with its weight stored."""
     model = llama(tied=True).requires_grad_(False)
-    mxcompile.quantize_weights_(model, head_in(precision), progress=False)
+    mxcompile.quantize_weights_(model, head_rule(precision), progress=False)
     return model
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_tied_head_and_its_embedding_share_one_stored_tensor(precision: str):
     model = Model()
-    _, table = quantized(model, head_in(precision))
+    _, table = quantized(model, head_rule(precision))
     assert isinstance(model.head.weight, MXTensor)
     assert model.embed.weight is model.head.weight
-    (row,) = (row for row in table.weights if row.name == "embed.weight")
+    row = row_of(table, "embed.weight")
     assert row.reason == "policy: rule 1; the embedding reads its rows"
     assert row.num_bytes == model.head.weight.stored_bytes < 64 * 96 * 2 * 0.54
     with torch.no_grad():
@@ -57,7 +49,7 @@ def test_a_rule_stores_an_embedding_that_no_layer_reads(caplog):
     with caplog.at_level("WARNING", logger="mxcompile"):
         _, table = quantized(model, policy)
     assert not caplog.messages
-    (row,) = (row for row in table.weights if row.name == "embed.weight")
+    row = row_of(table, "embed.weight")
     assert (row.precision, row.role, row.reason) == ("mxint8", "embedding", "policy: rule 1")
     assert not isinstance(model.head.weight, MXTensor)
     with torch.no_grad():
@@ -76,8 +68,8 @@ def _dense(model: nn.Module) -> nn.Module:
 
 def test_rules_of_two_formats_store_no_shared_weight():
     model = Model()
-    _, table = quantized(model, head_in("mxint8", embedding="mxfp8"))
-    (row,) = (row for row in table.weights if row.name == "embed.weight")
+    _, table = quantized(model, head_rule("mxint8", embedding="mxfp8"))
+    row = row_of(table, "embed.weight")
     assert (row.stored, row.reason) == (False, "its GEMMs cast it in different ways")
 
 
@@ -85,8 +77,7 @@ def test_a_table_in_a_format_without_stored_weights_raises():
     model = Model()
     model.head = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
     _, table = quantized(model, {"version": 1, "rules": [{"match": {"name": "embed"}, "use": "mxfp6_e2m3"}]})
-    (row,) = (row for row in table.weights if row.name == "embed.weight")
-    assert "this mxfp6_e2m3 has other scales" in row.reason
+    assert "this mxfp6_e2m3 has other scales" in row_of(table, "embed.weight").reason
 
 
 @pytest.mark.parametrize("precision", ["mxint8", pytest.param("nvfp4", marks=pytest.mark.slow)])
@@ -100,8 +91,8 @@ def test_a_compiled_lookup_decodes_the_rows_alone(precision: str, monkeypatch):
         decoded.extend(tuple(node.meta["val"].shape) for node in graph.nodes if Decode.from_node(node))
 
     monkeypatch.setattr(compilation.lowering, "run", look)
-    monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], many_rows=""))
-    model, _ = quantized(policy=head_in(precision))
+    pretend_cpu(monkeypatch, many_rows="")
+    model, _ = quantized(policy=head_rule(precision))
     with torch.no_grad():
         expected = model(TOKENS)
         mxcompile.clear_reports()
@@ -124,9 +115,7 @@ def test_a_file_has_the_shared_tensor_once(tmp_path):
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     into = mxcompile.load_quantized(tmp_path / "out", llama(tied=True))
     assert into.lm_head.weight is into.model.embed_tokens.weight
-    with torch.no_grad():
-        for target in (loaded, into):
-            assert torch.equal(target(input_ids=PROMPT).logits, model(input_ids=PROMPT).logits)
+    assert_same_logits(PROMPT, model, loaded, into)
 
 
 def test_a_state_dict_loads_into_models_with_and_without_stored_weights(tmp_path):
@@ -139,10 +128,7 @@ def test_a_state_dict_loads_into_models_with_and_without_stored_weights(tmp_path
     plain.load_state_dict(state)
     stored.load_state_dict(state)
     assert not isinstance(plain.lm_head.weight, MXTensor)
-    with torch.no_grad():
-        expected = model(input_ids=PROMPT).logits
-        assert torch.equal(stored(input_ids=PROMPT).logits, expected)
-        assert torch.equal(plain(input_ids=PROMPT).logits, expected)
+    assert_same_logits(PROMPT, model, stored, plain)
 
 
 def test_transformers_ties_and_unties_the_shared_tensor():
@@ -180,8 +166,8 @@ def test_a_resized_embedding_stays_stored_and_shared(rows: int):
 def test_a_checkpoint_that_other_tools_read_keeps_the_table(precision: str, tmp_path, caplog):
     """Transformers would take the codes of an embedding for values; mxcompile alone reads MXINT8."""
     source = written(llama(tied=True), tmp_path / "in")
-    table = convert(source, tmp_path / "out", policy=head_in(precision), progress=False)
-    (row,) = (row for row in table.weights if "embed" in row.name)
+    table = convert(source, tmp_path / "out", policy=head_rule(precision), progress=False)
+    row = row_of(table, "embed")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert isinstance(loaded.lm_head.weight, MXTensor) == row.stored == (precision == "mxint8")

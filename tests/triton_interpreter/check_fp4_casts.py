@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import encode_packed, encode_packed_both
+from helpers.spread import every_amax
 from modules import run
 from torch import Tensor
 from torch.nn import functional as F
@@ -61,24 +63,16 @@ def check(cases: list[tuple[str, str, Tensor]], target: str) -> None:
         return [copy for (word, layout, _), x in pairs for copy in casts(word, layout, x, seed)]
 
     sources = [x for *_, x in cases]
-    computed, wanted = run(function, SEED, *sources, target=target), function(SEED, *sources)
-    for number, (result, reference) in enumerate(zip(computed, wanted, strict=True)):
-        assert result.shape == reference.shape
-        assert torch.equal(result, reference), (number, target)
+    assert_same_bits(run(function, SEED, *sources, target=target), function(SEED, *sources), target)
 
 
 @pytest.mark.parametrize("target", ["sm_100", "sm_120", "gfx950"])
 def test_packed_fp4_casts_of_odd_shapes_equal_reference(target):
-    """Odd lengths, matrices that end inside blocks and tiles, and batches."""
     shapes = [(1, 3), (33, 47), (70, 96), (130, 257), (3, 33, 47), (2, 2, 16, 130)]
     words = [MXFP4] if target == "gfx950" else [MXFP4, NVFP4]
+    cases = itertools.product(words, [TILED, ROW_MAJOR], shapes)
     check(
-        [
-            (word, layout, spread(*shape))
-            for word in words
-            for shape in shapes
-            for layout in ([TILED, ROW_MAJOR] if len(shape) == 2 else [ROW_MAJOR])
-        ],
+        [(word, layout, spread(*s)) for word, layout, s in cases if len(s) == 2 or layout == ROW_MAJOR],
         target,
     )
 
@@ -86,25 +80,15 @@ def test_packed_fp4_casts_of_odd_shapes_equal_reference(target):
 @pytest.mark.parametrize("shape", [(70, 96), (3, 33, 71)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_packed_fp4_casts_of_every_rounding_equal_reference(dtype, shape):
-    """Squares, roundings, random numbers and transforms."""
     words = ["e2m1 16x16 two-level", "e2m1 32x32 even", "e2m1 1x32 floor stochastic"]
     words += [f"{NVFP4} stochastic", f"{NVFP4} hadamard:55272", f"{NVFP4} stochastic hadamard:9"]
     check([(word, ROW_MAJOR, spread(*shape, dtype=dtype)) for word in words], "sm_100")
 
 
-def every_amax(block: int) -> Tensor:
-    """Each finite magnitude of BF16 is the largest of a block in rows, beside smaller ones."""
-    largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(-1, 1)
-    blocks = largest.expand(-1, block).clone()
-    blocks[:, 1::2] = (blocks[:, 1::2] - torch.arange(block // 2, dtype=torch.int16) * 40).clamp_min(0)
-    blocks[:, ::3] |= -(1 << 15)  # signs
-    return blocks.view(torch.bfloat16).view(-1, 256)
-
-
 @pytest.mark.parametrize("word", [NVFP4, f"{NVFP4} stochastic", MXFP4, f"{MXFP4} stochastic"])
 def test_packed_fp4_casts_of_every_amax_equal_reference(word):
     """Under the largest tensor scale there is, under one, and under the smallest: most scales are then 0."""
-    x = every_amax(Format.parse(word).tile.along)
+    x = every_amax(Format.parse(word).tile.along, 0x7F80, 256)
     amaxes = [torch.tensor([amax]) for amax in (3.3e38, 1.0, 1e-36)] if "two-level" in word else [None]
 
     def function(x: Tensor, seed: Tensor, *amaxes: Tensor) -> list[Tensor]:
@@ -113,8 +97,7 @@ def test_packed_fp4_casts_of_every_amax_equal_reference(word):
         return [result for cast in casts for result in cast]
 
     inputs = x, SEED, *(amax for amax in amaxes if amax is not None)
-    for computed, reference in zip(run(function, *inputs, target="sm_100"), function(*inputs), strict=True):
-        assert torch.equal(computed, reference)
+    assert_same_bits(run(function, *inputs, target="sm_100"), function(*inputs))
 
 
 @pytest.mark.parametrize("layout", [TILED, ROW_MAJOR])
@@ -123,24 +106,19 @@ def test_nan_is_its_blocks_or_its_tensors(layout):
     x = spread(40, 70)
     x[3, 5], x[20, 40] = torch.nan, torch.inf
     for word in (NVFP4, MXFP4):
-        results: Any = [
-            run(lambda x, seed, word=word: casts(word, layout, x, seed), x, SEED, target="sm_100"),
-            casts(word, layout, x, SEED),
-        ]
-        for computed, reference in zip(*(cast[1::2] for cast in results), strict=True):
-            assert torch.equal(computed, reference)
-            assert (reference == (255 if word == MXFP4 else 0x7F)).any()
+        computed = run(lambda x, seed, word=word: casts(word, layout, x, seed), x, SEED, target="sm_100")
+        expected = casts(word, layout, x, SEED)
+        assert_same_bits(computed[1::2], expected[1::2])
+        assert all((scale == (255 if word == MXFP4 else 0x7F)).any() for scale in expected[1::2])
 
 
 def test_a_producer_is_part_of_the_cast():
     """Of a batch, with a factor for each of its entries and a bias for each column."""
 
     def function(x: Tensor, factor: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        how = MXFP4, None, 0, None, ROW_MAJOR
         y = F.relu(x * factor + bias)
-        return *encode_packed(y, -1, MXFP4, None, 0, None, ROW_MAJOR), *encode_packed(
-            y, -2, MXFP4, None, 0, None, ROW_MAJOR
-        )
+        return *encode_packed(y, -1, *how), *encode_packed(y, -2, *how)
 
     inputs = spread(3, 33, 47, dtype=F32), torch.randn(3, 1, 1), torch.randn(47)
-    for computed, reference in zip(run(function, *inputs, target="sm_100"), function(*inputs), strict=True):
-        assert torch.equal(computed, reference)
+    assert_same_bits(run(function, *inputs, target="sm_100"), function(*inputs))

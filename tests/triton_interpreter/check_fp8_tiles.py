@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers.bits import same_bits
+from helpers.spread import every_bf16
 
 from mxcompile.formats import ELEM_TYPES, Format
 from mxcompile.formats.encoding import as_fnuz, encode_tensors, fp32_scale
@@ -41,10 +42,6 @@ def transpose_kernel(x_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, PERM: tl.
     tl.store(out_ptr + at, fp8_tiles.transposed(codes, PERM))
 
 
-def all_bf16() -> torch.Tensor:
-    return torch.arange(-32768, 32768, dtype=torch.int16).view(torch.bfloat16)
-
-
 def scales(count: int) -> torch.Tensor:
     """Significands that are hard to divide by, and any; exponents from the smallest to the largest."""
     hard = torch.tensor([(k << 20) + d for k in range(8, 16) for d in range(-8, 9)])
@@ -77,7 +74,7 @@ def elements(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
 def test_fp8_cast_of_every_bf16_value_equals_reference(elem: str, native: bool):
     """Under scales that a tensor which holds it may have: quotients are at most the largest element."""
     fmt, scale = Format.parse(f"{elem} channel nearest"), scales(8)[::10]
-    x = all_bf16().repeat(len(scale), 1)
+    x = every_bf16().repeat(len(scale), 1)
     in_range = x.isfinite() & (x.double().abs() <= scale.double().unsqueeze(1) * fmt.elem.max * 1.01)
     x = torch.where(in_range | scale.isnan().unsqueeze(1), x, 0.0).to(torch.bfloat16)
     codes = cast(x, scale, elem, native=native)
@@ -104,7 +101,7 @@ def test_fp8_cast_with_delayed_scale_saturates_as_reference(elem: str):
     """What is larger saturates, what is not finite becomes NaN: every BF16 value under every scale."""
     fmt = Format.parse(f"{elem} tensor nearest delayed:4:0")
     scale = torch.cat([scales(8)[:-1:20], torch.tensor([torch.nan])])
-    x = all_bf16().repeat(len(scale), 1)
+    x = every_bf16().repeat(len(scale), 1)
     wanted = torch.cat([elements(row[None], s.reshape(1, 1), fmt) for row, s in zip(x, scale, strict=True)])
     assert same_bits(cast(x, scale, elem, stateful=True).view(fmt.elem.dtype), wanted)
 
@@ -112,7 +109,7 @@ def test_fp8_cast_with_delayed_scale_saturates_as_reference(elem: str):
 @ELEM
 @pytest.mark.parametrize("native", [True, False])
 def test_elements_of_half_the_value(elem: str, native: bool):
-    fmt, x = Format.parse(f"{elem} channel nearest"), all_bf16().reshape(64, 1024)
+    fmt, x = Format.parse(f"{elem} channel nearest"), every_bf16().reshape(64, 1024)
     x = x.where(x.float().abs() <= 448, torch.nan)
     scale = torch.full((64,), 1.0)
     wanted = as_fnuz(elements(x, scale.unsqueeze(1), fmt)).view(torch.uint8)
@@ -122,7 +119,7 @@ def test_elements_of_half_the_value(elem: str, native: bool):
 @ELEM
 @pytest.mark.parametrize("derivation", ["nearest", "pow2"])
 def test_fp32_scale_of_every_amax_equals_reference(elem: str, derivation: str):
-    amax = torch.cat([all_bf16().float().abs(), torch.tensor([0.0, 2.0**-149, 3.4e38])])
+    amax = torch.cat([every_bf16().float().abs(), torch.tensor([0.0, 2.0**-149, 3.4e38])])
     amax = torch.nn.functional.pad(amax, (0, (1 << 17) - len(amax)))
     out = torch.empty_like(amax)
     scale_kernel[(1,)](amax, out, SIZE=1 << 17, ELEM=elem, POW2=derivation == "pow2")

@@ -17,11 +17,7 @@ from mxcompile.lowering.templates import vendor
 F32 = torch.float32
 MXFP8 = "e4m3 1x32 rceil"
 WORDS = {MXFP8: MXFP8, MXFP4: f"{MXFP4} packed", NVFP4: f"{NVFP4} packed"}
-CHIPS = [
-    *(("sm_100", word) for word in WORDS),
-    *(("sm_120", word) for word in WORDS),
-    ("gfx950", MXFP4),
-]
+CHIPS = [*((target, word) for target in ("sm_100", "sm_120") for word in WORDS), ("gfx950", MXFP4)]
 SIZES = pytest.mark.parametrize(("n", "k"), [(104, 73), (272, 256)], ids=["pointers", "tiled"])
 ENDS = [(70, 70, 271, 300), (1, 2, 2, 40), (0, 0, 0, 5), (33, 48, 97, 130)]
 """Of groups: inside bytes, blocks and tiles, empty ones, rows that are left over."""
@@ -43,18 +39,11 @@ def side(rows: int, k: int, word: str, batch: int = 0, *, k_major: bool = True) 
     codes, scale, values = ([getattr(part, name) for part in parts] for name in ("qdata", "scale", "values"))
     if not batch:
         return PackedOperand(codes=codes[0], scale=scale[0], values=values[0], tensor=None)
-    together = stacked if k_major else stacked_transposed
-    return PackedOperand(
-        codes=together(codes), scale=together(scale), values=torch.stack(values), tensor=None
-    )
-
-
-def stacked(matrices: list[Tensor]) -> Tensor:
-    return torch.stack(matrices)
-
-
-def stacked_transposed(matrices: list[Tensor]) -> Tensor:
-    return torch.stack([matrix.t() for matrix in matrices]).mT
+    if k_major:
+        codes, scale = torch.stack(codes), torch.stack(scale)
+    else:
+        codes, scale = (torch.stack([matrix.t() for matrix in side]).mT for side in (codes, scale))
+    return PackedOperand(codes=codes, scale=scale, values=torch.stack(values), tensor=None)
 
 
 def spans(ends: tuple[int, ...]) -> list[slice]:

@@ -63,12 +63,8 @@ def all_values(kind) -> torch.Tensor:
         high = torch.arange(65536, dtype=torch.int32) << 16
         low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
         return (high[:, None] | low).flatten()[: 1 << 18].view(torch.float32)
-    bits = (
-        torch.arange(256, dtype=torch.uint8)
-        if kind in LARGEST
-        else torch.arange(-32768, 32768, dtype=torch.int16)
-    )
-    return bits.view(DTYPES[kind][0])
+    codes, wide = torch.arange(256, dtype=torch.uint8), torch.arange(-32768, 32768, dtype=torch.int16)
+    return (codes if kind in LARGEST else wide).view(DTYPES[kind][0])
 
 
 def as_numpy(x: torch.Tensor, kind) -> np.ndarray:

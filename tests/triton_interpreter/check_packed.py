@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers import reference as integer_reference
+from helpers.spread import every_amax
 
 from mxcompile.formats import ELEM_TYPES, Rounding
 from mxcompile.lowering.kernels import packed, tiles
@@ -67,20 +68,11 @@ def cast(x, elem, rounding, way):
     return codes, byte
 
 
-def every_amax():
-    """[64, C]: each magnitude of BF16 is the largest of a block in rows, beside smaller ones."""
-    largest = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(-1, 1)
-    blocks = largest.expand(-1, 32).clone()
-    blocks[:, 1::2] = (blocks[:, 1::2] - torch.arange(16, dtype=torch.int16) * 40).clamp_min(0)
-    blocks[:, ::3] |= -(1 << 15)  # signs
-    return blocks.view(torch.bfloat16).view(64, -1)
-
-
 @ELEM
 @ROUNDING
 def test_packed_cast_of_every_amax_equals_fp32_cast(elem, rounding):
     """Of the codes, some by integers."""
-    x = every_amax()
+    x = every_amax(32, 1 << 15, 1 << 14)
     codes, byte = cast(x, elem, rounding, "packed rows")
     wanted, wanted_byte = cast(x, elem, rounding, "rows")
     wide, wide_byte = cast(x, elem, rounding, "wide rows")
@@ -120,7 +112,7 @@ def test_packed_values_equal_the_integer_reference(elem, rounding):
 
     Every amax of BF16, the ends of its range too: values are rounded to BF16 once.
     """
-    x = every_amax()
+    x = every_amax(32, 1 << 15, 1 << 14)
     values = torch.empty(2, *x.shape)
     computed = torch.empty(2, *x.shape, dtype=torch.bfloat16)
     value_kernel[(1,)](x, computed, values, x.shape[1], elem, rounding)

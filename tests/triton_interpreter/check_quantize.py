@@ -12,6 +12,7 @@ import torch
 from helpers import reference as integer_reference
 from helpers.bits import assert_same_bits
 from helpers.casts import quantize, quantize_both, quantize_operands, quantize_two
+from helpers.spread import spread
 from modules import results_of_calls, run
 
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout
@@ -23,12 +24,8 @@ ROW_MAJOR, TILED = ScaleLayout.ROW_MAJOR, ScaleLayout.TILED_128X4
 PLAIN = (torch.float8_e4m3fn, "rceil")
 
 
-def spread(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Normal values whose magnitude changes by many binades from block to block in both directions."""
-    *batch, m, n = shape
-    exponents = torch.randint(-100, 100, (*batch, -(-m // 32), -(-n // 32))).to(F32)
-    scale = torch.exp2(exponents).repeat_interleave(32, -2)[..., :m, :]
-    return (torch.randn(shape) * scale.repeat_interleave(32, -1)[..., :n]).to(dtype)
+def by_blocks(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return spread(*shape, binades=100, tile=(32, 32)).to(dtype)
 
 
 def check(operator, calls, target) -> None:
@@ -44,10 +41,9 @@ def check(operator, calls, target) -> None:
     [("sm_100", TILED), ("sm_100", ROW_MAJOR), ("gfx950", ROW_MAJOR)],
 )
 def test_mx_casts_of_odd_shapes_equal_reference(target, scales):
-    """Also of batches, whose entries end inside blocks."""
-    check(quantize_both, [(spread(*shape), *PLAIN, str(scales)) for shape in SHAPES], target)
+    check(quantize_both, [(by_blocks(*shape), *PLAIN, str(scales)) for shape in SHAPES], target)
     if scales is ROW_MAJOR:
-        check(quantize_both, [(spread(3, 40, 70), *PLAIN), (spread(2, 64, 33), *PLAIN)], target)
+        check(quantize_both, [(by_blocks(3, 40, 70), *PLAIN), (by_blocks(2, 64, 33), *PLAIN)], target)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +52,7 @@ def test_mx_casts_of_odd_shapes_equal_reference(target, scales):
 )
 def test_mx_casts_of_every_format_equal_reference(target, dtype):
     """Each layout in each format, with NaN, Inf, −0, the smallest and the largest values."""
-    x = spread(96, 96, dtype=dtype)
+    x = by_blocks(96, 96, dtype=dtype)
     x[0, 5], x[40, 50], x[70, 70] = float("nan"), float("inf"), -float("inf")
     x[32:64, 64:] = -0.0
     if dtype is F32:
@@ -71,7 +67,7 @@ def test_mx_casts_equal_the_integer_reference(target):
     sources = []
     for fmt in FORMATS:
         largest = fmt.elem.max
-        x = spread(8, 64, dtype=F32).clamp(-3e38, 3e38)
+        x = by_blocks(8, 64, dtype=F32).clamp(-3e38, 3e38)
         x[:, 7] = torch.tensor([largest * 2.0**k for k in range(-9, -1)])
         x[0, :32], x[1, 40], x[2, 50] = 0.0, float("nan"), float("inf")
         x[3, :32] = 2.0**-149
@@ -87,16 +83,16 @@ def test_mx_casts_equal_the_integer_reference(target):
 
 
 def test_emulated_mx_casts_of_odd_shapes_equal_reference():
-    check(quantize_both, [(spread(*shape), *PLAIN) for shape in ((1, 1), (33, 65), (70, 31))], "sm_80")
+    check(quantize_both, [(by_blocks(*shape), *PLAIN) for shape in ((1, 1), (33, 65), (70, 31))], "sm_80")
 
 
 def test_mx_casts_of_square_tiles_equal_reference():
     scales = [(-1, ROW_MAJOR), (-2, TILED)]
-    check(quantize, [(spread(40, 70), dim, *PLAIN, True, str(scale)) for dim, scale in scales], "sm_100")
+    check(quantize, [(by_blocks(40, 70), dim, *PLAIN, True, str(scale)) for dim, scale in scales], "sm_100")
 
 
 def test_mx_casts_of_strided_tensors_equal_reference():
-    wide = spread(64, 300)
+    wide = by_blocks(64, 300)
     sources = [wide.t(), wide[:, ::3], wide[::2, 7:], wide[:1].expand(40, 300)]
     check(quantize_both, [(x, *PLAIN) for x in sources], "sm_100")
     check(quantize, [(x, dim, *PLAIN) for x in sources for dim in (-1, -2)], "sm_100")
@@ -104,7 +100,7 @@ def test_mx_casts_of_strided_tensors_equal_reference():
 
 def test_cast_of_two_tensors_equals_reference():
     shapes = [(33, 65), (130, 256)]
-    check(quantize_two, [(spread(*s), spread(*s), *PLAIN, str(TILED)) for s in shapes], "sm_100")
+    check(quantize_two, [(by_blocks(*s), by_blocks(*s), *PLAIN, str(TILED)) for s in shapes], "sm_100")
 
 
 @pytest.mark.parametrize("scales", [ROW_MAJOR, TILED])
@@ -133,6 +129,6 @@ def test_offsets_beyond_32_bits(dim, cast, target):
     elem = torch.float8_e5m2  # pages are made when touched
     memory = torch.empty(2 * apart + 64, dtype=torch.uint8).view(elem)
     x = memory.as_strided((3, 64), (apart, 1)) if dim == 0 else memory.as_strided((64, 3), (1, apart))
-    values = spread(*x.shape).to(elem)
+    values = by_blocks(*x.shape).to(elem)
     x.copy_(values)
     assert_same_bits(run(cast, x, target=target), copy_of(values))

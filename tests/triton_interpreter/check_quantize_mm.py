@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.casts import quantize
 from helpers.operands import assert_within, embedded, operand, product, values
+from helpers.spread import spread
 from modules import results_of_calls
 
 from mxcompile import ops
@@ -31,8 +32,7 @@ def _many_rows_too(monkeypatch):
 
 def activation(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Values over many binades from block to block, in memory that is NaN beyond them."""
-    exponents = torch.randint(-30, 30, (m, -(-k // 32))).repeat_interleave(32, 1)[:, :k]
-    return embedded((torch.randn(m, k) * torch.exp2(exponents.float())).to(dtype), float("nan"))
+    return embedded(spread(m, k, binades=30, tile=(1, 32)).to(dtype), float("nan"))
 
 
 def products(calls, target) -> list[torch.Tensor]:

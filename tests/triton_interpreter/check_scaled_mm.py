@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.casts import operand_words, quantize, scaled_mm
-from helpers.operands import Operand, assert_within, operand, product
+from helpers.operands import Operand, assert_within, far_apart, operand, product
 from helpers.packed_operands import MXFP4, NAN, NVFP4, PackedOperand, packed_operand, tensors
 from modules import results_of_calls, run
 from torch import Tensor
@@ -49,6 +49,11 @@ def side(rows: int, k: int, word: str, **how: Any) -> Side:
     return operand(rows, k, **how) if word == MXFP8 else packed_operand(rows, k, word, **how)
 
 
+def of_majorness(a: tuple[int, int], b: tuple[int, int], kinds: Any, **how: bool) -> list[Call]:
+    """Products of operands of these shapes, K-major or not."""
+    return [(operand(*a, k_major=x, **how), operand(*b, k_major=y, **how), None) for x, y in kinds]
+
+
 def products(calls: list[Call], word: str, dtype: torch.dtype, target: str | Target) -> list[Tensor]:
     arguments = []
     for a, b, bias in calls:
@@ -85,17 +90,12 @@ def test_product_of_odd_shapes_matches_fp64(target, word, tiled, dtype, by_point
 
 @pytest.mark.parametrize("target", NATIVE)
 def test_scaled_mm_of_every_majorness_matches_fp64(target):
-    sides = [(operand(160, 256, k_major=a), operand(144, 256, k_major=b)) for a, b in MAJORNESS]
-    check([(*pair, None) for pair in sides], MXFP8, F32, target)
+    check(of_majorness((160, 256), (144, 256), MAJORNESS), MXFP8, F32, target)
 
 
 def test_scaled_mm_with_tiled_scales_as_words_matches_fp64():
     """Whole tiles, whose loads have no masks, two steps of K to a word."""
-    sides = [
-        (operand(128, 256, k_major=a, tiled=True), operand(256, 256, k_major=b, tiled=True))
-        for a, b in MAJORNESS
-    ]
-    check([(*pair, None) for pair in sides], MXFP8, F32, "sm_120")
+    check(of_majorness((128, 256), (256, 256), MAJORNESS, tiled=True), MXFP8, F32, "sm_120")
 
 
 def test_scaled_mm_of_every_format_pair_matches_fp64():
@@ -106,19 +106,13 @@ def test_scaled_mm_of_every_format_pair_matches_fp64():
 
 @pytest.mark.parametrize("word", [MXFP4, NVFP4])
 def test_packed_mm_with_tiled_scales_on_one_side_matches_fp64(word):
-    """The scales of a stored weight are row-major; the activation's are tiled."""
-    calls = [
-        (packed_operand(m, 416, word, tiled=True), packed_operand(272, 416, word), None) for m in (16, 300)
-    ]
-    check(calls, word, BF16, "sm_100")
+    weight = packed_operand(272, 416, word)
+    check([(packed_operand(m, 416, word, tiled=True), weight, None) for m in (16, 300)], word, BF16, "sm_100")
 
 
 def test_packed_mm_with_fp16_result_matches_fp64():
-    calls = [
-        (packed_operand(m, 130, MXFP4, spread=2), packed_operand(70, 130, MXFP4, spread=2), None)
-        for m in (9, 99)
-    ]
-    check(calls, MXFP4, F16, "sm_120")
+    a, other, b = (packed_operand(rows, 130, MXFP4, spread=2) for rows in (9, 99, 70))
+    check([(a, b, None), (other, b, None)], MXFP4, F16, "sm_120")
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -127,10 +121,8 @@ def test_product_through_the_accelerator_matches_fp64(config, word, monkeypatch)
     """Every configuration: several steps of K, tails, and second tiles of a program."""
     monkeypatch.setattr(configs, "tiled_products", lambda *_: [config])
     shapes = [(256, 384, 768), (150, 264, 96), (129, 520, 800), (300, 600, 64)]
-    calls = [
-        (side(m, k, word, tiled=True), side(n, k, word, tiled=True), torch.randn(n).to(BF16))
-        for m, n, k in shapes
-    ]
+    sides = [(side(m, k, word, tiled=True), side(n, k, word, tiled=True)) for m, n, k in shapes]
+    calls = [(*pair, torch.randn(n).to(BF16)) for pair, (_, n, _) in zip(sides, shapes, strict=True)]
     check(calls, word, BF16, replace(SM_100, processors=4))
 
 
@@ -138,13 +130,10 @@ def test_product_through_the_accelerator_matches_fp64(config, word, monkeypatch)
 def test_scaled_mm_through_the_accelerator_of_other_layouts_matches_fp64(config, monkeypatch):
     """MN-major operands, E5M2, sides of less than a tile."""
     monkeypatch.setattr(configs, "tiled_products", lambda *_: [config])
-    sides = [
-        (operand(256, 384, k_major=a, tiled=True), operand(384, 384, k_major=b, tiled=True))
-        for a, b in MAJORNESS[:3]
-    ]
+    calls = of_majorness((256, 384), (384, 384), MAJORNESS[:3], tiled=True)
     for m, n, k in [(16, 8, 16), (129, 520, 400), (1, 16, 288)]:
-        sides.append((operand(m, k, tiled=True), operand(n, k, E5M2, tiled=True)))
-    check([(*pair, None) for pair in sides], MXFP8, F32, SM_100)
+        calls.append((operand(m, k, tiled=True), operand(n, k, E5M2, tiled=True), None))
+    check(calls, MXFP8, F32, SM_100)
 
 
 def test_tiled_wgrad_of_columnwise_copies_matches_fp64(monkeypatch):
@@ -189,8 +178,4 @@ def test_a_scale_for_every_column(target):
 
 def test_offsets_beyond_32_bits():
     """Rows of a 2^30 bytes apart. Only the pages that are written take memory."""
-    m, k, apart = 3, 64, (1 << 30) + 64
-    a, b = operand(m, k), operand(40, k)
-    far = torch.empty(m * apart, dtype=torch.uint8).as_strided((m, k), (apart, 1))
-    far.copy_(a.qdata.view(torch.uint8))
-    check([(Operand(qdata=far.view(a.qdata.dtype), scale=a.scale), b, None)], MXFP8, F32, "sm_100")
+    check([(far_apart(operand(3, 64)), operand(40, 64), None)], MXFP8, F32, "sm_100")

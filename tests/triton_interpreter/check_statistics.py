@@ -54,7 +54,6 @@ def test_the_row_has_the_fields():
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_statistics_of_every_format_equal_the_operator(dtype: torch.dtype):
-    """Every format of MXFP8, both ways; tiles of which some are finite."""
     formats = [f"{elem} 1x32 {rounding}" for elem in ELEM_TYPES for rounding in Rounding]
     x = special(40, 70, dtype=dtype)
     check([(x, dim, fmt, 0) for fmt in formats for dim in (-1, -2)])
@@ -66,7 +65,6 @@ def test_statistics_of_square_tiles_and_fp16_equal_the_operator():
 
 
 def test_statistics_of_odd_shapes_equal_the_operator():
-    """Odd sizes, several tiles, batches, vectors, views."""
     whole = spread(4, 66, 300)
     sources = [spread(1, 1), spread(33, 513), whole, whole.transpose(1, 2), whole[1, 1:, 3:], spread(45)]
     calls = [(x, dim, PLAIN, 0) for x in sources for dim in (-1, -2) if dim + x.ndim >= 0]

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers import reference as integer_reference
+from helpers.spread import every_bf16
 
 from mxcompile.formats import ELEM_TYPES, Rounding
 from mxcompile.lowering.kernels import tiles
@@ -52,11 +53,6 @@ def dequantize_kernel(code_ptr, scale_ptr, out_ptr, ELEM: tl.constexpr):
     tl.store(out_ptr + at, tiles.dequantize_rowwise(tl.load(code_ptr + at), scale, ELEM, True))
 
 
-def bf16_values() -> torch.Tensor:
-    """Every BF16 value, as FP32."""
-    return torch.arange(-32768, 32768, dtype=torch.int16).view(torch.bfloat16).to(torch.float32)
-
-
 def around(values: torch.Tensor) -> torch.Tensor:
     """FP32 `values` and their neighbours up to two ulps away."""
     bits = values.view(torch.int32)
@@ -69,7 +65,7 @@ def test_scale_byte_of_every_amax_equals_integer_reference(elem, rounding):
     mantissas = torch.tensor([1.0, 1.5, 1.75, 1.875, 1.9375])
     edges = around((mantissas[:, None] * torch.exp2(torch.arange(-120, 126).float())).flatten())
     subnormal = torch.arange(1, 1 << 23, 8191, dtype=torch.int32).view(torch.float32)
-    x = torch.cat([bf16_values(), edges, subnormal])
+    x = torch.cat([every_bf16().float(), edges, subnormal])
     x = torch.nn.functional.pad(x, (0, -x.numel() % 4096))
     out = torch.empty(x.shape, dtype=torch.uint8)
     inverse = torch.empty(x.shape)
@@ -96,7 +92,7 @@ def test_encode_of_every_code_and_tie_equals_ml_dtypes(elem, native):
     codes = np.arange(255, dtype=np.uint8).view(NUMPY[elem]).astype(np.float32)
     finite = np.unique(codes[np.isfinite(codes)])
     between = torch.from_numpy(np.concatenate([finite, (finite[1:] + finite[:-1]) / 2]))
-    x = torch.cat([bf16_values(), around(between[between != 0])])
+    x = torch.cat([every_bf16().float(), around(between[between != 0])])
     x = torch.nn.functional.pad(x, (0, (1 << 17) - x.numel()))
     out = torch.empty(x.shape, dtype=torch.uint8)
     encode_kernel[(1,)](x, out, x.numel(), elem, native)
@@ -119,9 +115,8 @@ def test_decode_of_every_code_equals_ml_dtypes(elem, native):
 
 @ELEM
 def test_dequantize_multiplies_codes_by_their_scale(elem):
-    codes = torch.randint(0, 0x7B, (64, 64), dtype=torch.uint8) | (torch.randint(0, 2, (64, 64)) << 7).to(
-        torch.uint8
-    )
+    signs = (torch.randint(0, 2, (64, 64)) << 7).to(torch.uint8)
+    codes = torch.randint(0, 0x7B, (64, 64), dtype=torch.uint8) | signs
     scale = torch.randint(0, 240, (64, 2), dtype=torch.uint8)
     scale[0, 0], scale[1, 1] = 0, 255
     out = torch.empty(64, 64)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers.operands import Operand, assert_within, embedded, operand, product
+from helpers.operands import Operand, assert_within, embedded, far_apart, operand, product
+from helpers.spread import spread
 from modules import results_of_calls
 
 from mxcompile import ops
@@ -19,9 +20,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def activation(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return embedded(
-        torch.randn(m, k).mul(torch.exp2(torch.randint(-8, 8, (m, k)).float())).to(dtype), float("nan")
-    )
+    return embedded(spread(m, k).to(dtype), float("nan"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,6 @@ def test_weight_only_mm_of_odd_shapes_matches_fp64(target, word):
 
 
 def test_weight_only_mm_with_split_k_matches_fp64():
-    """Parts of K are summed by a second kernel."""
     sides = [(activation(m, 4100), operand(24, 4100), torch.randn(24)) for m in (1, 17)]
     check([(*side, BF16) for side in sides], TARGETS["sm_90"])
 
@@ -128,20 +126,12 @@ def test_nan_scale_and_nan_activation(word):
 @pytest.mark.parametrize("m", [1, 3])
 def test_rows_more_than_two_gigabytes_apart(m):
     """Offsets into a weight are 64 bits wide. Only the pages that are written take memory."""
-    n, k, apart = 3, 64, 2**30 + 64
-    memory = torch.empty(n * apart, dtype=torch.uint8)
-    w = operand(n, k)
-    far = memory.as_strided((n, k), (apart, 1))
-    far.copy_(w.qdata.view(torch.uint8))
-    w = Operand(qdata=far.view(w.qdata.dtype), scale=w.scale)
-    check([(activation(m, k), w, None, BF16)], SMALL["sm_90"])
+    check([(activation(m, 64), far_apart(operand(3, 64)), None, BF16)], SMALL["sm_90"])
 
 
 @pytest.mark.parametrize("rows", [1, 24])
 def test_global_scales_divide_sums(rows: int):
     """Of the tensor or of each row; also of the parts of a split K."""
-    sides = [
-        (activation(m, k), stored(24, k, "nvfp4", whole=rows))
-        for m, k in ((1, 300), (9, 300), (1, 8200), (5, 4300))
-    ]
+    sizes = (1, 300), (9, 300), (1, 8200), (5, 4300)
+    sides = [(activation(m, k), stored(24, k, "nvfp4", whole=rows)) for m, k in sizes]
     check([(*pair, torch.randn(24), BF16) for pair in sides], TARGETS["sm_90"])

@@ -238,10 +238,9 @@ def _sigmoid(x):
 def _pairs(low, high):
     """`cvt.rn.satfinite.e2m1x2.f32`: nearest even, saturating; NaN is the largest."""
     fp4 = np.dtype(ml_dtypes.float4_e2m1fn)
-    codes = [
-        np.where(np.isnan(y), 7, np.clip(y, -6.0, 6.0).astype(fp4).view(np.uint8)) & 0xF for y in (low, high)
-    ]
-    return (codes[0] | codes[1] << 4).astype(np.uint8)
+    codes = (np.clip(y, -6.0, 6.0).astype(fp4).view(np.uint8) for y in (low, high))
+    low, high = (np.where(np.isnan(y), 7, code) & 0xF for y, code in zip((low, high), codes, strict=True))
+    return (low | high << 4).astype(np.uint8)
 
 
 def _decoded(nibble):
@@ -259,11 +258,8 @@ def _times(nibble):
 
     def times(codes, factors):
         value = (codes >> (4 * nibble) & 15).astype(np.uint8).view(np.dtype(ml_dtypes.float4_e2m1fn))
-        return (
-            (value.astype(np.float32) * _bf16(factors).astype(np.float32))
-            .astype(NUMPY[tl.bfloat16])
-            .view(np.uint16)
-        )
+        products = value.astype(np.float32) * _bf16(factors).astype(np.float32)
+        return products.astype(NUMPY[tl.bfloat16]).view(np.uint16)
 
     return times
 

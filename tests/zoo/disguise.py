@@ -93,11 +93,10 @@ def _rename(module: nn.Module) -> dict[str, str]:
 def _renamed_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of `kind` in which each of `names` is read under its new name."""
     body: dict[str, Any] = {name: property(_reader(_new(name))) for name in names}
-    same = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }  # transformers looks classes up by these
-    return type(kind.__name__, (kind,), {**body, **same})
+    body |= {
+        name: getattr(kind, name) for name in ("__module__", "__qualname__")
+    }  # by which libraries look it up
+    return type(kind.__name__, (kind,), body)
 
 
 def _reader(name: str) -> Any:

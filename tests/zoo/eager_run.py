@@ -58,11 +58,7 @@ class _Flops(TorchDispatchMode):
 def _grouped(args: Any, out: torch.Tensor) -> int:
     """Of a product of rows in groups with a matrix each, or of columns in groups."""
     left, right = args[:2]
-    return (
-        2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
-        if left.ndim == 2
-        else 2 * out.numel() * left.shape[-1]
-    )
+    return 2 * left.shape[-1] * (left.shape[-2] * right.shape[-1] if left.ndim == 2 else out.numel())
 
 
 def is_linear_layer(module: nn.Module) -> bool:

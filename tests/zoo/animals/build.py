@@ -35,6 +35,12 @@ def text() -> dict[str, Any]:
     return {"input_ids": ids()}
 
 
+def about_animal(settings: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """What `settings` say of the animal, not of its config; it is taken out of them."""
+    words = ("attentions", "experts", "bf16", "flops_tolerance", "dead", "training")
+    return defaults | {word: settings.pop(word) for word in words if word in settings}
+
+
 def hf(
     model: str,
     inputs: Callable[[], dict[str, Any]] = text,

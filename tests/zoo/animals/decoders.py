@@ -9,7 +9,7 @@ from typing import Any
 
 from animal import Animal
 
-from animals.build import GQA, SIZES, hf
+from animals.build import GQA, SIZES, about_animal, hf
 
 HEAD = {"lm_head": "head"}
 GATED = {"gate_proj|up_proj": "ffn_in", "down_proj": "ffn_out"}
@@ -21,8 +21,8 @@ H_TO_4H = {"dense_h_to_4h": "ffn_in", "dense_4h_to_h": "ffn_out"}
 
 def decoder(name: str, model: str, expect: dict[str, str] = LLAMA, **settings: Any) -> Animal:
     """A causal language model of transformers."""
-    attentions = settings.pop("attentions", ("sdpa", "eager"))
-    return Animal(name=name, make=hf(model, **settings), expect=expect, attentions=attentions)
+    about = about_animal(settings, attentions=("sdpa", "eager"))
+    return Animal(name=name, make=hf(model, **settings), expect=expect, **about)
 
 
 DECODERS = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from animal import Animal, Build, Call
 
-from animals.build import image
+from animals.build import about_animal, image
 
 QKV = {"to_q|to_k|to_v|add_q_proj|add_k_proj|add_v_proj": "qkv", r"to_out\.0|to_out|to_add_out": "attn_out"}
 FF = {r"ff\w*\.net\.0\.proj": "ffn_in", r"ff\w*\.net\.2": "ffn_out"}
@@ -41,10 +41,8 @@ def diffusing(
     name: str, kind: str, expect: dict[str, str], inputs: Callable[[], dict[str, Any]], **settings: Any
 ) -> Animal:
     """A model of diffusers."""
-    keep = {
-        key: settings.pop(key) for key in ("bf16", "flops_tolerance", "dead", "training") if key in settings
-    }
-    return Animal(name=name, make=diffusers(kind, inputs, **settings), expect=expect, **keep)
+    about = about_animal(settings)
+    return Animal(name=name, make=diffusers(kind, inputs, **settings), expect=expect, **about)
 
 
 def step(value: float = 7.0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from animal import Animal
 
-from animals.build import SIZES, hf, ids, image
+from animals.build import SIZES, about_animal, hf, ids, image
 from animals.decoders import QKV
 
 FEED_FORWARD = {r"intermediate\.dense": "ffn_in", r"layer\.\d+\.output\.dense": "ffn_out"}
@@ -21,12 +21,8 @@ POSITIONS = {"max_position_embeddings": 61}
 
 def encoder(name: str, model: str, expect: dict[str, str], **settings: Any) -> Animal:
     """An encoder of transformers."""
-    keep = {
-        key: settings.pop(key) for key in ("attentions", "bf16", "flops_tolerance", "dead") if key in settings
-    }
-    return Animal(
-        name=name, make=hf(model, **settings), expect=expect, **{"attentions": ("sdpa", "eager"), **keep}
-    )
+    about = about_animal(settings, attentions=("sdpa", "eager"))
+    return Animal(name=name, make=hf(model, **settings), expect=expect, **about)
 
 
 def speech(samples: int = 2000):

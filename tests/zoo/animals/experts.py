@@ -6,7 +6,7 @@ from typing import Any
 
 from animal import Animal
 
-from animals.build import GQA, hf
+from animals.build import GQA, about_animal, hf
 from animals.decoders import GATED, HEAD, QKV
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
@@ -25,11 +25,8 @@ SMALL = {**GQA, "moe_intermediate_size": 40, "num_experts_per_tok": 2}
 
 def mixture(name: str, model: str, expect: dict[str, str], **settings: Any) -> Animal:
     """A causal language model of transformers with experts."""
-    attentions = settings.pop("attentions", ("sdpa", "eager"))
-    experts = settings.pop("experts", IMPLEMENTATIONS)
-    return Animal(
-        name=name, make=hf(model, **settings), expect=expect, attentions=attentions, experts=experts
-    )
+    about = about_animal(settings, attentions=("sdpa", "eager"), experts=IMPLEMENTATIONS)
+    return Animal(name=name, make=hf(model, **settings), expect=expect, **about)
 
 
 LATENT = {"q_a_proj|q_b_proj|q_proj|kv_a_proj_with_mqa|kv_b_proj": "qkv", "o_proj": "attn_out"}

@@ -14,16 +14,8 @@ from animals.build import ids, image
 FF = {r"net\.1": "ffn_in", r"net\.4": "ffn_out"}
 PATCHES = {r"to_patch_embedding\.\d": "embedding|other"}
 TO = {"to_qkv|to_q|to_kv|to_k|to_v": "qkv", r"to_out(\.0)?": "attn_out"}
-SIZES = {
-    "image_size": 24,
-    "patch_size": 8,
-    "num_classes": 7,
-    "dim": 96,
-    "depth": 2,
-    "heads": 6,
-    "mlp_dim": 208,
-    "dim_head": 20,
-}
+IMAGES = {"image_size": 24, "patch_size": 8, "num_classes": 7}
+SIZES = {**IMAGES, "dim": 96, "depth": 2, "heads": 6, "mlp_dim": 208, "dim_head": 20}
 
 
 def vit(name: str, module: str, kind: str, expect: dict[str, str], size: int = 24, **settings: Any) -> Animal:
@@ -49,29 +41,18 @@ def x(
     def make(build: Build) -> Call:
         import x_transformers as library
 
-        stack = getattr(library, layers)(
-            dim=96,
-            depth=2,
-            heads=6,
-            attn_dim_head=20,
-            attn_flash=build.attention == "sdpa" and "talking" not in name,
-            **settings,
-        )
-        if wrapper == "ViTransformerWrapper":
-            return (
-                library.ViTransformerWrapper(image_size=24, patch_size=8, num_classes=7, attn_layers=stack),
-                (image(2, 3, 24, 24),),
-                {},
-            )
-        if wrapper == "ContinuousTransformerWrapper":
-            return (
-                library.ContinuousTransformerWrapper(
-                    dim_in=20, dim_out=28, max_seq_len=61, attn_layers=stack
-                ),
-                (image(2, 19, 20),),
-                {},
-            )
-        return library.TransformerWrapper(num_tokens=517, max_seq_len=61, attn_layers=stack), (ids(),), {}
+        flash = build.attention == "sdpa" and "talking" not in name
+        sizes = {"dim": 96, "depth": 2, "heads": 6, "attn_dim_head": 20}
+        stack = getattr(library, layers)(**sizes, attn_flash=flash, **settings)
+        around, x = {
+            "ViTransformerWrapper": (IMAGES, image(2, 3, 24, 24)),
+            "ContinuousTransformerWrapper": (
+                {"dim_in": 20, "dim_out": 28, "max_seq_len": 61},
+                image(2, 19, 20),
+            ),
+            "TransformerWrapper": ({"num_tokens": 517, "max_seq_len": 61}, ids()),
+        }[wrapper]
+        return getattr(library, wrapper)(**around, attn_layers=stack), (x,), {}
 
     return Animal(name=f"x_{name}", make=make, expect=expect, attentions=("sdpa", "eager"))
 
@@ -80,17 +61,9 @@ def _both() -> Callable[[Build], Call]:
     def make(build: Build) -> Call:
         from x_transformers import XTransformer
 
-        model = XTransformer(
-            dim=96,
-            enc_num_tokens=517,
-            enc_depth=1,
-            enc_heads=6,
-            enc_max_seq_len=61,
-            dec_num_tokens=523,
-            dec_depth=1,
-            dec_heads=4,
-            dec_max_seq_len=61,
-        )
+        encoder = {"enc_num_tokens": 517, "enc_depth": 1, "enc_heads": 6, "enc_max_seq_len": 61}
+        decoder = {"dec_num_tokens": 523, "dec_depth": 1, "dec_heads": 4, "dec_max_seq_len": 61}
+        model = XTransformer(dim=96, **encoder, **decoder)
         return model, (ids(), ids(2, 13)), {}
 
     return make

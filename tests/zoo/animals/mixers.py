@@ -6,7 +6,7 @@ from typing import Any
 
 from animal import Animal
 
-from animals.build import GQA, hf, text
+from animals.build import GQA, about_animal, hf, text
 from animals.decoders import HEAD, LLAMA, QKV
 from animals.experts import EXPERTS, IMPLEMENTATIONS, MIXTRAL
 
@@ -19,11 +19,8 @@ SELECTIVE = {
 
 def mixer(name: str, model: str, expect: dict[str, str], **settings: Any) -> Animal:
     """A causal language model of transformers whose tokens meet otherwise than in a softmax, some or all."""
-    kept = ("attentions", "experts", "flops_tolerance", "bf16", "dead", "training")
-    keep = {key: settings.pop(key) for key in kept if key in settings}
-    return Animal(
-        name=name, make=hf(model, text, **settings), expect=expect, **{"attentions": ("eager",), **keep}
-    )
+    about = about_animal(settings, attentions=("eager",))
+    return Animal(name=name, make=hf(model, text, **settings), expect=expect, **about)
 
 
 MAMBA2 = {"num_heads": 12, "head_dim": 16, "state_size": 20, "n_groups": 2, "chunk_size": 8, "expand": 2}

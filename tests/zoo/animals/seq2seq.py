@@ -6,18 +6,15 @@ from typing import Any
 
 from animal import Animal
 
-from animals.build import hf, ids, image
+from animals.build import about_animal, hf, ids, image
 from animals.decoders import FC, HEAD, QKV
 from animals.experts import EXPERTS
 
 BART = {**QKV, "out_proj": "attn_out", **FC, **HEAD}
 T5 = {
-    r"\w*Attention\.[qkv]": "qkv",
-    r"\w*Attention\.o": "attn_out",
-    r"wi|wi_0|wi_1": "ffn_in",
-    r"wo": "ffn_out",
+    r"\w*Attention\.[qkv]": "qkv", r"\w*Attention\.o": "attn_out", r"wi|wi_0|wi_1": "ffn_in", r"wo": "ffn_out",
     **HEAD,
-}
+}  # fmt: skip
 BART_SIZES = {
     "d_model": 96, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6, "decoder_attention_heads": 6,
     "encoder_ffn_dim": 208, "decoder_ffn_dim": 176, "vocab_size": 517, "max_position_embeddings": 61,
@@ -32,17 +29,8 @@ def both() -> dict[str, Any]:
 
 def seq2seq(name: str, model: str, expect: dict[str, str], inputs=both, **settings: Any) -> Animal:
     """An encoder with a decoder, of transformers."""
-    keep = {
-        key: settings.pop(key)
-        for key in ("attentions", "bf16", "experts", "flops_tolerance")
-        if key in settings
-    }
-    return Animal(
-        name=name,
-        make=hf(model, inputs, **settings),
-        expect=expect,
-        **{"attentions": ("sdpa", "eager"), **keep},
-    )
+    about = about_animal(settings, attentions=("sdpa", "eager"))
+    return Animal(name=name, make=hf(model, inputs, **settings), expect=expect, **about)
 
 
 def speech():

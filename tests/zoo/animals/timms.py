@@ -9,7 +9,7 @@ from typing import Any
 from animal import Animal, Build, Call
 from torchvision_standin import torchvision
 
-from animals.build import image
+from animals.build import about_animal, image
 
 BLOCK = {
     r"attn\.(qkv|q|kv|k|v)": "qkv",
@@ -44,30 +44,15 @@ def timm(kind: str, size: int, **settings: Any) -> Callable[[Build], Call]:
 
 def seeing(name: str, kind: str, expect: dict[str, str], size: int = 24, **settings: Any) -> Animal:
     """A model of timm that has `fused_attn`, or no attention at all."""
-    keep = {
-        key: settings.pop(key)
-        for key in ("attentions", "bf16", "flops_tolerance", "dead", "training")
-        if key in settings
-    }
-    return Animal(
-        name=f"timm_{name}",
-        make=timm(kind, size, **settings),
-        expect=expect,
-        **{"attentions": ("sdpa", "eager"), **keep},
-    )
+    about = about_animal(settings, attentions=("sdpa", "eager"))
+    return Animal(name=f"timm_{name}", make=timm(kind, size, **settings), expect=expect, **about)
 
 
 def _maxvit() -> Any:
     maxxvit = import_module("timm.models.maxxvit")
     attention = maxxvit.MaxxVitTransformerCfg(dim_head=12, window_size=(4, 4), grid_size=(4, 4))
-    return maxxvit.MaxxVitCfg(
-        embed_dim=(24, 48),
-        depths=(1, 1),
-        block_type=("M", "M"),
-        stem_width=16,
-        transformer_cfg=attention,
-        head_hidden_size=40,
-    )
+    sizes = {"embed_dim": (24, 48), "depths": (1, 1), "stem_width": 16, "head_hidden_size": 40}
+    return maxxvit.MaxxVitCfg(block_type=("M", "M"), transformer_cfg=attention, **sizes)
 
 
 def _caformer() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from animal import Animal
 
-from animals.build import hf, ids, image
+from animals.build import about_animal, hf, ids, image
 from animals.decoders import FC, LLAMA, QKV
 from animals.encoders import OUTPUTS
 
@@ -35,10 +35,8 @@ def pixels(size: int = 24, channels: int = 3):
 
 def seeing(name: str, model: str, expect: dict[str, str], inputs=None, **settings: Any) -> Animal:
     """A model of transformers that sees."""
-    kept = ("attentions", "bf16", "flops_tolerance", "dead", "training")
-    keep = {key: settings.pop(key) for key in kept if key in settings}
-    make = hf(model, inputs or pixels(), **settings)
-    return Animal(name=name, make=make, expect=expect, **{"attentions": ("sdpa", "eager"), **keep})
+    about = about_animal(settings, attentions=("sdpa", "eager"))
+    return Animal(name=name, make=hf(model, inputs or pixels(), **settings), expect=expect, **about)
 
 
 def both():

@@ -216,7 +216,9 @@ class _Pool(nn.Module):
         return (weights @ v).flatten(1)
 
 
-class _Pooled(nn.Module):
+class Pooled(nn.Module):
+    """A learned query pools, a classifier reads what it pooled."""
+
     def __init__(self) -> None:
         super().__init__()
         self.pool, self.classifier = _Pool(96), nn.Linear(96, 37)
@@ -225,12 +227,9 @@ class _Pooled(nn.Module):
         return self.classifier(self.pool(x))
 
 
-def pooled_classifier() -> nn.Module:
-    """A learned query pools, a classifier reads what it pooled."""
-    return _Pooled()
+class Reader(nn.Module):
+    """Latents that are parameters read the input."""
 
-
-class _Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.latents = nn.Parameter(torch.randn(9, 96))
@@ -244,11 +243,6 @@ class _Reader(nn.Module):
         y = latents + self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
         y = y + self.mlp(y)
         return self.out(y.mean(1))
-
-
-def latent_reader() -> nn.Module:
-    """Latents that are parameters read the input."""
-    return _Reader()
 
 
 class _Linear(nn.Module):

@@ -59,7 +59,7 @@ def titan_moe() -> nn.Module:
     return Titan(TitanBlock(_TitanMoE()), TitanBlock(_TitanMoE()))
 
 
-class _SoftMoE(nn.Module):
+class SoftMoE(nn.Module):
     """Every slot of every expert reads a mixture of all tokens, weighted by a softmax over them."""
 
     def __init__(self, experts: int = 3, slots: int = 5) -> None:
@@ -77,8 +77,3 @@ class _SoftMoE(nn.Module):
         done = (F.gelu(rows @ self.w1) @ self.w2).view_as(slots)
         x = x + torch.einsum("bnes,ebsd->bnd", logits.flatten(2).softmax(-1).view_as(logits), done)
         return self.out(x)
-
-
-def soft_moe() -> nn.Module:
-    """Soft mixture of experts."""
-    return _SoftMoE()

@@ -24,7 +24,9 @@ class _DiTBlock(nn.Module):
         return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
 
 
-class _DiT(nn.Module):
+class DiT(nn.Module):
+    """A diffusion transformer as its paper's code has it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.time = nn.Sequential(nn.Linear(36, 56), nn.SiLU(), nn.Linear(56, 56))
@@ -40,21 +42,14 @@ class _DiT(nn.Module):
         return self.out(self.norm(x) * (1 + scale) + shift)
 
 
-def dit() -> nn.Module:
-    """A diffusion transformer as its paper's code has it."""
-    return _DiT()
+class FiLM(nn.Module):
+    """A condition scales and shifts what is in the middle of a feed-forward network."""
 
-
-class _FiLM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.condition = nn.Linear(36, 2 * 208)
-        self.norm, self.up, self.down, self.out = (
-            nn.LayerNorm(96),
-            nn.Linear(96, 208),
-            nn.Linear(208, 96),
-            nn.Linear(96, 20),
-        )
+        self.norm, self.up = nn.LayerNorm(96), nn.Linear(96, 208)
+        self.down, self.out = nn.Linear(208, 96), nn.Linear(96, 20)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         scale, shift = self.condition(c).unsqueeze(1).chunk(2, -1)
@@ -62,17 +57,14 @@ class _FiLM(nn.Module):
         return self.out(x)
 
 
-def film() -> nn.Module:
-    """A condition scales and shifts what is in the middle of a feed-forward network."""
-    return _FiLM()
-
-
 def classifier() -> nn.Module:
     """Three layers."""
     return nn.Sequential(nn.Linear(40, 96), nn.ReLU(), nn.Linear(96, 72), nn.ReLU(), nn.Linear(72, 7))
 
 
-class _ResidualMLP(nn.Module):
+class ResidualMLP(nn.Module):
+    """A network for tables."""
+
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Linear(40, 96), nn.LayerNorm(96)
@@ -84,12 +76,7 @@ class _ResidualMLP(nn.Module):
         return self.head(x)
 
 
-def residual_mlp() -> nn.Module:
-    """A network for tables."""
-    return _ResidualMLP()
-
-
-class _Recommender(nn.Module):
+class Recommender(nn.Module):
     """DLRM: dense features and embeddings meet in their dot products."""
 
     def __init__(self) -> None:
@@ -106,11 +93,6 @@ class _Recommender(nn.Module):
         return self.top(torch.cat([x, (all_of @ all_of.mT).flatten(1)], 1))
 
 
-def recommender() -> nn.Module:
-    """A recommendation model."""
-    return _Recommender()
-
-
 class _GraphLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +102,9 @@ class _GraphLayer(nn.Module):
         return F.relu(self.self_map(x) + adjacency @ self.neighbours(x))
 
 
-class _GraphNet(nn.Module):
+class GraphNet(nn.Module):
+    """A graph convolution network on a dense adjacency matrix."""
+
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(40, 56), nn.Linear(56, 7)
@@ -133,12 +117,9 @@ class _GraphNet(nn.Module):
         return self.head(x.mean(0, keepdim=True))
 
 
-def graph_net() -> nn.Module:
-    """A graph convolution network on a dense adjacency matrix."""
-    return _GraphNet()
+class Autoencoder(nn.Module):
+    """In, narrow, out."""
 
-
-class _Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(120, 64), nn.ReLU(), nn.Linear(64, 24))
@@ -146,8 +127,3 @@ class _Autoencoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.encoder(x))
-
-
-def autoencoder() -> nn.Module:
-    """In, narrow, out."""
-    return _Autoencoder()
