@@ -197,7 +197,7 @@ def row(about: Row, times: Mapping[str, float], baseline: str) -> Row:
 def rate(time_us: float, peak: Peak | None, *, flops: float, precision: str) -> dict[str, Any]:
     """Returns TFLOP/s and their share of the data sheet's peak for "mxfp8", "fp8" or "bf16"."""
     tflops = flops / time_us / 1e6
-    most = getattr(peak, f"{precision}_tflops", 0.0)
+    most = peak.tflops(precision) if peak else 0.0
     return {"tflops": round(tflops, 1), "of_peak": round(tflops / most, 3) if most else None}
 
 

@@ -52,7 +52,7 @@ def memory(peak: Peak, time: Time) -> Iterator[float]:
 
 def unscaled(dtype: torch.dtype, peak: Peak, time: Time) -> Iterator[float]:
     """Yields the rate of `torch.mm` as a share of the peak, by shape; FP32 runs without TF32."""
-    tflops = peak.fp32_tflops if dtype is torch.float32 else peak.bf16_tflops
+    tflops = peak.tflops("fp32") if dtype is torch.float32 else peak.tflops("bf16")
     for m, n, k in SHAPES:
         a, b = _matrix(m, k).to(dtype), _matrix(n, k).to(dtype).t()
         yield _share(time(functools.partial(torch.mm, a, b)), (m, n, k), tflops)
@@ -66,7 +66,7 @@ def fp8(extent: str, peak: Peak, time: Time) -> Iterator[float]:
         sizes = {"tensor": ((), ()), "channel": ((1, m), (n, 1)), "block": blocks}[extent]
         scales = [torch.ones(size, device=gpu_common.DEVICE).mT if size else _unit_scale() for size in sizes]
         call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
-        yield _share(time(call), (m, n, k), peak.fp8_tflops)
+        yield _share(time(call), (m, n, k), peak.tflops("fp8"))
 
 
 def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
@@ -76,7 +76,7 @@ def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
         (a, scale_a), (b, scale_b) = (ops.cast(_matrix(rows, k), [copy]) for rows in (m, n))
         scales = (scale.view(torch.float8_e8m0fnu) for scale in (scale_a, scale_b))
         call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
-        yield _share(time(call), (m, n, k), peak.mxfp8_tflops)
+        yield _share(time(call), (m, n, k), peak.tflops("mxfp8"))
 
 
 def fp4(peak: Peak, time: Time) -> Iterator[float]:
@@ -89,7 +89,7 @@ def fp4(peak: Peak, time: Time) -> Iterator[float]:
         matrices = [_matrix(rows, k) for rows in (m, n)]
         a, (b, scale) = (ops.cast(x, [copy], None, 0, None, [ops.largest(x)]) for x in matrices)
         call = functools.partial(mx_vendor_nvfp4_mm, *a, b.t(), scale, unit, unit, out_dtype=torch.bfloat16)
-        yield _share(time(call), (m, n, k), peak.fp4_tflops)
+        yield _share(time(call), (m, n, k), peak.tflops("fp4"))
 
 
 def attention(backend: SDPBackend, backward: bool, peak: Peak, time: Time) -> Iterator[float]:
@@ -108,7 +108,7 @@ def attention(backend: SDPBackend, backward: bool, peak: Peak, time: Time) -> It
             out = forward()
             call = functools.partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
         products = HEADS * (5 if backward else 2) / 2
-        yield _share(time(call), (length, length, HEAD), peak.bf16_tflops / products)
+        yield _share(time(call), (length, length, HEAD), peak.tflops("bf16") / products)
 
 
 def launch(_: Peak, time: Time) -> Iterator[float]:

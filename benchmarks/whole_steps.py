@@ -262,7 +262,7 @@ def _casts(kernels: tuple[Kernel, ...], sizes: list[int], rates: Rates) -> Itera
 def _rated(work: Work, kind: str, target: Target) -> Work:
     """Returns the work of a BF16 product as a scaled library product of the rate `kind`."""
     assert target.peak is not None
-    flops = work.mma_us * target.peak.bf16_tflops * 1e6
+    flops = work.mma_us * target.peak.tflops("bf16") * 1e6
     return library_work(num_bytes=work.num_bytes * 0.6, flops=flops, product=kind, target=target)
 
 

@@ -18,9 +18,9 @@ ORDER = {
     "attention": ("templates.cached_attention", "cpu.attention"),
     "cast": ("templates.operand_casts", "templates.casts", "templates.fp8_casts", "templates.fp4_casts"),
     "cast_statistics": ("templates.statistics", "cpu.statistics"),
-    "largest": ("templates.fp4_casts", "inductor.general"),
+    "largest": ("templates.fp4_casts", "inductor.scales"),
     "matmul": ("templates.scaled_mm", "cpu.integer_mm"),
-    "weight_only_mm": ("templates.weight_only", "cpu.weight_only", "inductor.dequantized"),
+    "weight_only_mm": ("templates.weight_only", "cpu.weight_only", "inductor.decode"),
 }
 """Modules with kernels of each operator. Without a kernel, a cast is a loop; other operators run eagerly."""
 

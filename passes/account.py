@@ -57,9 +57,8 @@ def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     if packet(node) in ops.PRODUCTS:
         maker, _ = producing_call(Product.read(node).sides[side][0])
         return stored(argument(maker) if packet(maker) in ops.CASTS else maker)
-    matrices = [
-        arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None and v.ndim > 1
-    ]
+    nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
+    matrices = [arg for arg in nodes if (value := tensor(arg)) is not None and value.ndim > 1]
     return stored(matrices[-2:][side]) if len(matrices) > side else None
 
 
@@ -75,33 +74,21 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
     kept = [n for n in outputs.args[0][num_outputs:] if isinstance(n, fx.Node)]
     kept = [n for n in kept if viewed(n).op != "placeholder" and tensor(n) is not None]
     times = {node: count(module_of(node)[0]) for node in kept}
-    total = sum(_bytes(node) * times[node] for node in kept)
-    casts = {node: cast for node in kept if (cast := _cast_of(node)) is not None}
+    total = sum(bytes_of(tensor(node)) * times[node] for node in kept)
+    # elements or scales, also transposed
+    makers = {node: result_of(untransposed(node)[0])[0] for node in kept}
+    casts = {node: cast for node, cast in makers.items() if cast is not None and packet(cast) in ops.CASTS}
     sources = {origin(n) for n in kept if n not in casts}
     replaced = 0
     for node, cast in casts.items():
-        source = _source(cast)
+        source = origin(argument(cast))
+        if source.target is ops.hadamard:
+            source = origin(argument(source))
         if source not in sources and source.op != "placeholder":
             sources.add(source)
             itemsize = cast.meta.get("mx_itemsize", 2)
             replaced += numel(node.meta["val"].shape) * itemsize * times[node]
-    return total, total - sum(_bytes(node) * times[node] for node in casts) + replaced
-
-
-def _source(cast: fx.Node) -> fx.Node:
-    """Returns the tensor that `cast` casts, before views and a transform."""
-    source = origin(argument(cast))
-    return origin(argument(source)) if source.target is ops.hadamard else source
-
-
-def _cast_of(node: fx.Node) -> fx.Node | None:
-    """Returns the cast whose result (elements or scales, also transposed) `node` is, or None."""
-    cast, _ = result_of(untransposed(node)[0])
-    return cast if cast is not None and packet(cast) in ops.CASTS else None
-
-
-def _bytes(node: fx.Node) -> int:
-    return bytes_of(value_of(node))
+    return total, total - sum(bytes_of(tensor(node)) * times[node] for node in casts) + replaced
 
 
 def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
@@ -119,12 +106,8 @@ def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
 
     count: see `weight_bytes`.
     """
-    total = without = 0
-    for node, num_bytes, before in sent(graph):
-        times = count(module_of(node)[0])
-        total += num_bytes * times
-        without += before * times
-    return total, without
+    rows = [(count(module_of(node)[0]), *num_bytes) for node, *num_bytes in sent(graph)]
+    return sum(times * now for times, now, _ in rows), sum(times * before for times, _, before in rows)
 
 
 def sent(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
@@ -133,9 +116,9 @@ def sent(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
         if packet(node) not in COLLECTIVES:
             continue
         tensors = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-        num_bytes = sum(_bytes(value) for value in tensors if tensor(value) is not None)
+        num_bytes = sum(bytes_of(tensor(value)) for value in tensors)
         moved = node.meta.get(PASS_KEY) == Gather.name
-        yield node, num_bytes, _bytes(_packed(node)) if moved else num_bytes
+        yield node, num_bytes, bytes_of(tensor(_packed(node))) if moved else num_bytes
 
 
 def _packed(gather: fx.Node) -> fx.Node:

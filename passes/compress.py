@@ -86,7 +86,6 @@ class _Crossing:
         self._results, self._saved = list(returned[:num_outputs]), list(returned[num_outputs:])
         placeholders = backward.find_nodes(op="placeholder")
         self._ends: dict[str, fx.Node] = {node.name: node for node in placeholders}
-        self._position: dict[fx.Node, int] = {node: position for position, node in enumerate(backward.nodes)}
         self._named = {node.name: node for node in forward.nodes}
         self._copies = _saved_copies(self._saved)
 
@@ -187,32 +186,21 @@ class _Crossing:
         qdata, scale = (self._input(part, end) for part in parts)
         build = self._backward
         build.leaving.add(end)
-        with build.graph.inserting_before(self._first([*end.users])):
+        with build.graph.inserting_before(min(end.users)):
             form = Format.mx(elem_type(value_of(qdata).dtype))
             result = build.call(ops.decode, qdata, scale, copy.dim, str(form), value.dtype, like=end)
             begun = undone(copy.steps, result, build)
             repeated_value = None if begun is None else repeated(after, begun, build)
             if repeated_value is not None:
                 return self._laid_out(repeated_value, value)
+        # backward cannot reshape the copy: it is not saved
         build.leaving.remove(end)
-        self._take_back(added)
-        return None
-
-    def _take_back(self, parts: Sequence[fx.Node]) -> None:
-        """Removes `parts` of a copy, which backward cannot reshape, from the saved tensors."""
-        self._saved = [node for node in self._saved if node not in parts]
-        dead.eliminate(self._backward.graph)
-        for part in parts:
-            self._backward.graph.erase_node(self._ends.pop(part.name))
+        self._saved = [node for node in self._saved if node not in added]
+        dead.eliminate(build.graph)
+        for part in added:
+            build.graph.erase_node(self._ends.pop(part.name))
         dead.eliminate(self._forward.graph)
-
-    def _first(self, readers: Sequence[fx.Node]) -> fx.Node:
-        """Returns the first node of backward that is among `readers`."""
-        if all(node in self._position for node in readers):
-            return min(readers, key=self._position.__getitem__)
-        wanted = set(readers)  # a reader was added after the positions: a node that reads a size
-        reader: fx.Node = next(node for node in self._backward.graph.nodes if node in wanted)
-        return reader
+        return None
 
     def _laid_out(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """Returns `node` with its dimensions in memory in the order of `like`."""

@@ -48,20 +48,17 @@ class Decide:
             for node, tag in gemms:
                 choice = decision.choice(tag.gemm)
                 reason = obstacle(node)
-                change_tag(node, tag, self._explained(node, decided(tag, decision, reason)))
+                new_tag = decided(tag, decision, reason)
+                if new_tag.formats is not None and AUTOCAST_KEY in node.meta.get("custom", ()):
+                    new_tag = new_tag.with_reason(Reason(Code.AUTOCAST_OFF))
+                if self.cut and new_tag.whole is None:
+                    new_tag = new_tag.with_reason(Reason(Code.CUT, self.cut))
+                change_tag(node, tag, new_tag)
                 if reason is not None and choice.formats is not None:
                     refused.append(f"{tag.name} {tag.gemm}: {reason}")
                     wanted.add(choice.precision)
         if refused and self.strict:
             raise UnsupportedError.from_refused(refused, labels(wanted))
-
-    def _explained(self, node: fx.Node, tag: GemmTag) -> GemmTag:
-        """Returns `tag` with the reasons "cut graph" and "the model turned autocast off", if they apply."""
-        if tag.formats is not None and AUTOCAST_KEY in node.meta.get("custom", ()):
-            tag = tag.with_reason(Reason(Code.AUTOCAST_OFF))
-        if not self.cut or tag.whole is not None:
-            return tag
-        return tag.with_reason(Reason(Code.CUT, self.cut))
 
 
 def keep_products(graph: fx.Graph) -> None:

@@ -8,6 +8,8 @@ all of them. If a layer runs several times in a graph, its largest amax counts.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
@@ -71,10 +73,8 @@ class States:
         state = argument(node)
         slots = self._amaxes.get((state, operand), []) if (operand != "dy") == of_forward else []
         if slots:
-            most = slots[0]
-            for other in slots[1:]:
-                most = self._build.call(aten.maximum.default, most, other, like=node)
-            return most
+            maximum = functools.partial(self._build.call, aten.maximum.default, like=node)
+            return functools.reduce(maximum, slots)
         value = value_of(node)
         options = {"dtype": torch.float32, "device": value.device}
         return self._build.call(aten.full.default, [1], 0.0, like=node, **options)

@@ -63,7 +63,8 @@ class Find:
         matmuls = [node for node in graph.nodes if is_matmul_like(node)]
         for node in matmuls:
             if not depends[node] & DERIVATIVE:
-                finder.tag_forward(node)
+                finder.tag(node)
+                finder.gradients.add(node)
             elif Depends.TANGENT in depends[node]:
                 finder.tag_tangent(node)
         gradients = [node for node in matmuls if depends[node] & DERIVATIVE == Depends.GRADIENT]
@@ -91,22 +92,17 @@ class _Finder:
         self._depends = depends
         self._sources = sources
         self._weights = Weights(depends)
-        self._gradients = Gradients(depends)
+        self.gradients = Gradients(depends)
         self._name_by_dy: dict[fx.Node, str] = {}
-
-    def tag_forward(self, node: fx.Node) -> None:
-        """Tags a forward node as the first GEMM of a new layer."""
-        self._tag(node)
-        self._gradients.add(node)
 
     def tag_tangent(self, node: fx.Node) -> None:
         """Tags a node of a forward-mode derivative as a product that stays as it is."""
-        self._tag(node)
+        self.tag(node)
         set_tag(node, *(replace(tag, kind=Kind.TANGENT, tensors=("x", "x")) for tag in tags_of(node)))
 
     def tag_unmatched(self, node: fx.Node) -> None:
         """Tags a backward node without a forward product as a product that stays as it is."""
-        self._tag(node)
+        self.tag(node)
         tags = [replace(tag, gemm=Gemm.DGRAD) for tag in tags_of(node)]
         set_tag(node, *(replace(tag, kind=Kind.PRODUCT) if tag.kind is Kind.LINEAR else tag for tag in tags))
 
@@ -117,15 +113,15 @@ class _Finder:
         """
         if not is_matmul(node):
             return False
-        self._tag(node)
+        self.tag(node)
         (tag,) = tags_of(node)
         is_layer = tag.kind is Kind.LINEAR
-        if not is_layer or self._gradients.is_read(operands(node)[tag.tensors.index("w")]):
+        if not is_layer or self.gradients.is_read(operands(node)[tag.tensors.index("w")]):
             return False
         sides = {"x": "dy", "w": "w"}
         first, second = (sides[name] for name in tag.tensors)
         set_tag(node, replace(tag, gemm=Gemm.DGRAD, tensors=(first, second)))
-        self._gradients.add_without_forward(node)
+        self.gradients.add_without_forward(node)
         return True
 
     def tag_backward(self, node: fx.Node, *, of_data: bool = False) -> bool:
@@ -133,12 +129,12 @@ class _Finder:
 
         of_data: see `Gradients.match`.
         """
-        gradient = self._gradients.match(node, of_data=of_data)
+        gradient = self.gradients.match(node, of_data=of_data)
         if gradient is None:
             return False
         forward = tags_of(gradient.forward)
         if forward[0].kind is Kind.OPAQUE:
-            self._tag(node)
+            self.tag(node)
             layers = [tag for tag in forward if tag.is_layer]
             if not (is_matmul(node) and layers):
                 set_tag(node, *(_hidden_gradient(tag, forward) for tag in tags_of(node)))
@@ -172,7 +168,8 @@ class _Finder:
         set_tag(node, replace(tag, layer=number, name=name, gemm=gemm, kind=Kind.LINEAR, tensors=tensors))
         return True
 
-    def _tag(self, node: fx.Node) -> None:
+    def tag(self, node: fx.Node) -> None:
+        """Tags a node as the first GEMM of a new layer."""
         path, module = module_of(node)
         held_as, source = None, None
         if is_matmul(node):
@@ -186,7 +183,8 @@ class _Finder:
                 batch, m, n, k = sizes[0]
                 sizes = [(batch, n, m, k)]
         else:
-            kind, tensors = _kind_of_other(node), ("x", "x")
+            tensors, is_quantized = ("x", "x"), packet(node) in QUANTIZED_MATMULS
+            kind = Kind.OPAQUE if is_opaque(node) else Kind.QUANTIZED if is_quantized else Kind.ATTENTION
             sizes = [] if kind is Kind.OPAQUE else _sizes_of_other(node)
         tag = GemmTag(
             layer=node.name,
@@ -261,12 +259,6 @@ def _hidden_gradient(tag: GemmTag, forward: Sequence[GemmTag]) -> GemmTag:
 
 def _size_of_weight(layer: GemmTag) -> tuple[int | None, int | None]:
     return layer.whole or (layer.n, layer.k)
-
-
-def _kind_of_other(node: fx.Node) -> Kind:
-    if is_opaque(node):
-        return Kind.OPAQUE
-    return Kind.QUANTIZED if packet(node) in QUANTIZED_MATMULS else Kind.ATTENTION
 
 
 def _sizes_of_other(node: fx.Node) -> list[Sizes]:

@@ -15,8 +15,9 @@ source along tokens, so the source itself has to be sent. Numerics do not change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -43,12 +44,9 @@ class Gather:
 
     def apply(self, graph: fx.Graph) -> None:
         """Moves casts of `graph` in front of the collectives whose results they read."""
-        find: Callable[..., list[fx.Node]] = graph.find_nodes
-        exchanges = [
-            node for target in EXCHANGES for node in find(op="call_function", target=target, sort=False)
-        ]
-        positions = {node: position for position, node in enumerate(graph.nodes)} if exchanges else {}
-        for moved in [_Moved.from_gather(node, positions) for node in exchanges]:
+        nodes = (graph.find_nodes(op="call_function", target=target) for target in EXCHANGES)
+        exchanges = [*chain.from_iterable(nodes)]
+        for moved in [_Moved.from_gather(node) for node in exchanges]:
             if moved is not None:
                 moved.write(Builder(graph, self.name))
         if exchanges:
@@ -70,12 +68,12 @@ class _Moved:
     dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
-    def from_gather(gather: fx.Node, positions: Mapping[fx.Node, int]) -> _Moved | None:
-        """Returns the move of casts in front of `gather`, or None. positions: node positions in the graph."""
+    def from_gather(gather: fx.Node) -> _Moved | None:
+        """Returns the move of casts in front of `gather`, or None."""
         value = tensor(argument(gather))
         if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
             return None
-        steps: dict[fx.Node, None] = {}
+        steps: set[fx.Node] = set()
         casts: list[fx.Node] = []
         sizes: list[fx.Node] = []
         pending = [gather]
@@ -89,13 +87,13 @@ class _Moved:
                 elif node not in (moved_rows(user) or ()):
                     return None
                 elif user not in steps:
-                    steps[user] = None
+                    steps.add(user)
                     pending.append(user)
         if not casts or len({_rowwise_copy(cast) for cast in casts}) > 1 or _rowwise_copy(casts[0]) is None:
             return None
         if any(rows not in steps and rows is not gather for step in steps for rows in moved_rows(step) or ()):
             return None
-        moves = tuple(sorted(steps, key=positions.__getitem__))
+        moves = tuple(sorted(steps))
         dtypes = _dtypes(gather, moves, casts)
         if dtypes is None:
             return None

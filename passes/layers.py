@@ -11,9 +11,10 @@ small difference of large terms, which a cast would destroy.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from mxcompile.graph.opsets import SUMS, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import numel, tensor, value_of
@@ -24,12 +25,6 @@ _NEAR = 6
 """Most operators between a product and the norms that it is added to."""
 _SCALED = TRANSPARENT | SUMS | {aten.mul, aten.div, aten.neg}
 _SQUARES = frozenset({aten.pow, aten.mul, aten.sum, aten.linalg_vector_norm, aten.square})
-
-
-def _is_matrix_in(node: fx.Node, vector: Tensor) -> bool:
-    """Whether `node` is a matrix that is a part of `vector`, as a weight in a flat parameter."""
-    shape = value_of(node).shape
-    return len(shape) > 1 and 1 not in shape[-2:] and numel(shape) <= numel(vector.shape)
 
 
 class Weights:
@@ -45,16 +40,17 @@ class Weights:
         stack = picked_stack(origin(node))
         if stack is not None and self._depends[stack] == Depends.PARAMETER:
             return True
-        if self._depends[node] != Depends.PARAMETER or self._is_composed(origin(node)):
+        source = origin(node)
+        value = tensor(source)
+        if self._depends[node] != Depends.PARAMETER or value is None:
             return False
-        value = tensor(origin(node))
-        return value is not None and (value.ndim >= 2 or _is_matrix_in(node, value))
-
-    def _is_composed(self, source: fx.Node) -> bool:
-        """Whether `source` concatenates values, at least one computed from parameters."""
-        if packet(source) is not aten.cat:
+        pieces = argument_of(source, "tensors") if packet(source) is aten.cat else ()
+        if any(packet(origin(piece)) is not None for piece in pieces):  # composed of computed values
             return False
-        return any(packet(origin(piece)) is not None for piece in argument_of(source, "tensors"))
+        if value.ndim >= 2:
+            return True
+        shape = value_of(node).shape  # a part of a flat parameter is a weight if it is a matrix
+        return len(shape) > 1 and 1 not in shape[-2:] and numel(shape) <= numel(value.shape)
 
     def makes_layer(self, node: fx.Node, data: Any, weight: Any) -> bool:
         """Whether `node` multiplies `data`, which depends on data or gradients, by `weight` as a layer."""
@@ -75,16 +71,13 @@ class Weights:
             users = [user for n in front for user in n.users if user not in seen and packet(user) in _SCALED]
             for user in users:
                 others = [other for other in user.all_input_nodes if other not in seen]
-                if packet(user) in SUMS and any(self._adds_norm(other, parameter) for other in others):
+                summed = (other.all_input_nodes for other in others if packet(other) in SUMS)
+                terms = chain(others, *summed) if packet(user) in SUMS else ()
+                if any(self._is_norm(term, parameter) for term in terms):
                     return True
             seen.update(users)
             front = users
         return False
-
-    def _adds_norm(self, node: fx.Node, parameter: fx.Node) -> bool:
-        """Whether `node` is a norm of `parameter`, or a sum with it."""
-        terms = [node, *(node.all_input_nodes if packet(node) in SUMS else ())]
-        return any(self._is_norm(term, parameter) for term in terms)
 
     def _is_norm(self, node: fx.Node, parameter: fx.Node) -> bool:
         """Whether `node` is computed from squares of `parameter` alone."""

@@ -22,7 +22,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
-from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
+from mxcompile.graph.tags import Kind, hint, tags_of, tensor
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.ops.view import Cast
 from mxcompile.passes.roles.flow import Depends, dependencies
@@ -111,8 +111,12 @@ class _Drawing:
         self.edges.update((source, index) for source in sources if source != index)
 
     def _node(self, kind: str, node: fx.Node, path: str, label: str, **about: Any) -> OutlineNode:
-        names, shape = (path,), _shape(node)
-        return OutlineNode(kind=kind, phase=self._phase(node), names=names, label=label, shape=shape, **about)
+        value: Any = node.meta.get("val")
+        if isinstance(value, list | tuple):
+            value = value[0] if value else None
+        shape = "×".join(str(hint(size)) for size in value.shape) if isinstance(value, torch.Tensor) else ""
+        phase = self._phase(node)
+        return OutlineNode(kind=kind, phase=phase, names=(path,), label=label, shape=shape, **about)
 
     def _append(self, node: OutlineNode, position: tuple[int, int]) -> int:
         self._drafts.append(_Draft(node=node, position=position))
@@ -157,13 +161,14 @@ class _Drawing:
             self._with_matmuls.add(path)
             path = path.rpartition(".")[0]
         attention = tag.kind is Kind.ATTENTION
+        formula = tag.role.row.formula if tag.kind is Kind.PRODUCT else ""
         assert tag.choice is not None
         return self._append(
             self._node(
                 "attention" if attention else "gemm",
                 node,
                 tag.name,
-                "attention" if attention else _title(tag),
+                "attention" if attention else formula or tag.name.rpartition(".")[2] or "(root)",
                 role=str(tag.role),
                 gemm=str(tag.gemm),
                 precision=str(tag.choice.precision),
@@ -173,7 +178,10 @@ class _Drawing:
         )
 
     def _cast(self, node: fx.Node, sources: list[int]) -> int:
-        label, detail = _cast_text(node)
+        label = detail = _operator(node)
+        if (cast := Cast.from_node(node)) is not None:
+            layout = "rowwise" if cast.side == -1 else "columnwise"
+            label, detail = f"{cast.form.elem} {layout}", f"{cast.form}, {layout}"
         path, _ = self._module(node)
         new_node = self._node("cast", node, path, label, detail=detail, source=source_of(node))
         return self._append(new_node, (self._after(sources), 0))
@@ -184,8 +192,7 @@ class _Drawing:
         before = [self._drafts[source] for source in sources if self._drafts[source].node.kind == "glue"]
         steps = (d.position[1] + (d.name != path) for d in before if d.position[0] == depth)
         position = depth, max(steps, default=0)
-        phase = self._phase(node)
-        key = phase, path, position
+        key = self._phase(node), path, position
         if key not in self._glue:
             new_node = self._node("glue", node, path, owner, source=source_of(node))
             self._glue[key] = self._append(new_node, position)
@@ -194,33 +201,11 @@ class _Drawing:
         return index
 
 
-def _title(tag: GemmTag) -> str:
-    if tag.kind is Kind.PRODUCT and tag.role.row.formula:
-        return tag.role.row.formula
-    return tag.name.rpartition(".")[2] or "(root)"
-
-
-def _cast_text(node: fx.Node) -> tuple[str, str]:
-    """Returns title and details of a cast."""
-    cast = Cast.from_node(node)
-    if cast is None:
-        return _operator(node), _operator(node)
-    layout = "rowwise" if cast.side == -1 else "columnwise"
-    return f"{cast.form.elem} {layout}", f"{cast.form}, {layout}"
-
-
 def _operator(node: fx.Node) -> str:
     """Returns a short name: ``add`` for ``aten.add.Tensor``."""
     if packet(node) in SUMS:
         return "add"
     return str(packet(node)).rpartition(".")[2].strip("_")
-
-
-def _shape(node: fx.Node) -> str:
-    value: Any = node.meta.get("val")
-    if isinstance(value, list | tuple):
-        value = value[0] if value else None
-    return "×".join(str(hint(size)) for size in value.shape) if isinstance(value, torch.Tensor) else ""
 
 
 def _sorted(drafts: list[_Draft], edges: _Edges) -> Outline:

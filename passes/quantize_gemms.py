@@ -32,8 +32,7 @@ from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tenso
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import result_of
 from mxcompile.passes.delayed_scales import States
-from mxcompile.passes.matrices import as_returned, matrices
-from mxcompile.passes.operand import product_calls, widest
+from mxcompile.passes.operand import as_returned, matrices, product_calls, widest
 from mxcompile.passes.roles.flow import origin, picked_stack
 from mxcompile.passes.rows import arrives
 from mxcompile.passes.split import HALF
@@ -110,14 +109,17 @@ class _GemmWriter:
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
                 tag = tag.with_reason(Reason(Code.NO_HISTORY))
                 set_tag(node, tag)
-            if is_grouped(node) and offsets(node) is not None:
-                result = self._grouped(node, tag, lhs, rhs, formats)
+            offs = offsets(node) if is_grouped(node) else None
+            if offs is not None:
+                lhs, rhs = self._without_rest(node, tag, lhs, rhs, offs)
+            self._state = None if state is None else (state, tag.tensors[0])
+            a = self._quantize(lhs, -1, tag, node)
+            self._state = None if state is None else (state, tag.tensors[1])
+            b = self._quantize(rhs, -2, tag, node)
+            self._state = None
+            if offs is not None:
+                result = self._scaled(node, a, b, offs, formats, ops.grouped_matmul)
             else:
-                self._state = None if state is None else (state, tag.tensors[0])
-                a = self._quantize(lhs, -1, tag, node)
-                self._state = None if state is None else (state, tag.tensors[1])
-                b = self._quantize(rhs, -2, tag, node)
-                self._state = None
                 result = self._product(node, a, b, formats)
         if HALF in node.meta:  # `node` returns a tuple, and its user is the result
             self._build.replace(next(iter(node.users)), result)
@@ -178,21 +180,25 @@ class _GemmWriter:
                 result = self._build.call(aten.add.Tensor, result, added, like=node)
         return result
 
-    def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, formats: _Formats) -> fx.Node:
-        """Returns the product of `a` and `b`, with the tags of `node`."""
+    def _scaled(
+        self, node: fx.Node, a: Quantized, b: Quantized, extra: Any, formats: _Formats, op: Any = ops.matmul
+    ) -> fx.Node:
+        """Returns the product of `a` and `b`, with the tags of `node`. extra: its bias, or its offsets."""
         sides = a.qdata, a.scale, b.qdata, b.scale
-        args = bias, _result(node).dtype, *self._format_args(a, b, formats, node)
-        product = self._build.call(ops.matmul, *sides, *args, like=node)
+        args = extra, _result(node).dtype, *self._format_args(a, b, formats, node)
+        product = self._build.call(op, *sides, *args, like=node)
         set_tag(product, *tags_of(node))
         return product
 
-    def _grouped(self, node: fx.Node, tag: GemmTag, lhs: fx.Node, rhs: fx.Node, formats: _Formats) -> fx.Node:
-        out, offs = _result(node), offsets(node)
-        assert isinstance(offs, fx.Node)
+    def _without_rest(
+        self, node: fx.Node, tag: GemmTag, lhs: fx.Node, rhs: fx.Node, offs: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """Returns the operands of a grouped GEMM, with 0 past the last group where these rows would count."""
+        assert tag.formats is not None
         if tag.gemm is Gemm.WGRAD:  # rows past the last group are undefined: keep them out of amaxes
             lhs = self._zero_past_end(lhs, -1, offs, node)
             rhs = self._zero_past_end(rhs, -2, offs, node)
-        elif any(fmt.of_tensor for fmt in formats) or (
+        elif any(fmt.of_tensor for fmt in tag.formats) or (
             tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8
         ):  # these rows count in the amax of the tensor, or in the copy that wgrad's copy is made from
             if value_of(lhs).ndim == 2:
@@ -208,52 +214,37 @@ class _GemmWriter:
                 else side
                 for side, rows in ((lhs, -2), (rhs, -1))
             )
-        a = self._quantize(lhs, -1, tag, node)
-        b = self._quantize(rhs, -2, tag, node)
-        sides = a.qdata, a.scale, b.qdata, b.scale
-        args = offs, out.dtype, *self._format_args(a, b, formats, node)
-        result = self._build.call(ops.grouped_matmul, *sides, *args, like=node)
-        set_tag(result, tag)
-        return result
+        return lhs, rhs
 
     def _format_args(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
         """Returns the formats of both operands, and the list of tensor scales if there are any."""
         read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
         names = tuple(map(str, read))
-        scales = [
-            self._outer_scale(operand.amax, name, node)
-            for operand, name in zip((a, b), names, strict=True)
-            if operand.amax is not None
-        ]
+        scales: list[fx.Node] = []
+        for amax, name in zip((a.amax, b.amax), names, strict=True):
+            if amax is not None:  # scales of a tensor or of its rows, which broadcast to a product
+                ndim = value_of(amax).ndim
+                if ndim > 1:  # as the only row of a state
+                    amax = self._build.call(aten.unsqueeze.default, amax, 0, like=node)
+                scales.append(self._build.call(ops.known_scale, amax, 0, name, ndim, like=node))
         return (*names, scales) if scales else names
-
-    def _outer_scale(self, amax: fx.Node, name: str, node: fx.Node) -> fx.Node:
-        """Returns the FP32 scales of a tensor or of its rows, which broadcast to a product."""
-        ndim = value_of(amax).ndim
-        if ndim > 1:  # as the only row of a state
-            amax = self._build.call(aten.unsqueeze.default, amax, 0, like=node)
-        return self._build.call(ops.known_scale, amax, 0, name, ndim, like=node)
 
     def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
         """Returns `side` with 0 past the last of its groups, which are along `dim` (−1 or −2)."""
         base, swapped = untransposed(side)
         dim = -3 - dim if swapped else dim
         if (base, dim, offs) not in self._masked:
-            self._masked[base, dim, offs] = self._rows_of_groups(base, dim, offs, node)
+            value, call = value_of(base), self._build.call
+            length = self._build.size(base, dim % 2, like=node)
+            rows = self._build.range(length, value.device, node)
+            end = call(aten.select.int, offs, 0, -1, like=node)
+            mask = call(aten.lt.Tensor, rows, end, like=node)
+            if dim == -2:
+                mask = call(aten.unsqueeze.default, mask, 1, like=node)
+            zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
+            self._masked[base, dim, offs] = call(aten.where.self, mask, base, zero, like=node)
         kept = self._masked[base, dim, offs]
         return transpose(kept, self._build) if swapped else kept
-
-    def _rows_of_groups(self, base: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
-        value = value_of(base)
-        call = self._build.call
-        length = self._build.size(base, dim % 2, like=node)
-        rows = self._build.range(length, value.device, node)
-        end = call(aten.select.int, offs, 0, -1, like=node)
-        mask = call(aten.lt.Tensor, rows, end, like=node)
-        if dim == -2:
-            mask = call(aten.unsqueeze.default, mask, 1, like=node)
-        zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
-        return call(aten.where.self, mask, base, zero, like=node)
 
     def _quantize(self, operand: fx.Node, dim: int, tag: GemmTag, node: fx.Node) -> Quantized:
         """Returns qdata and scale of `operand`, contracted along `dim` (−1 or −2); one cast per source."""
@@ -266,6 +257,7 @@ class _GemmWriter:
         dim = -3 - dim if swapped else dim
         copy = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
         rowwise = replace(copy, dim=-1)
+        untransformed = replace(rowwise, format=fmt.untransformed)
         if _is_better_picked_later(source, fmt):
             cast = self._picked(source, copy, node)
         elif copy.layout is ScaleLayout.PER_ROW:
@@ -274,7 +266,7 @@ class _GemmWriter:
             cast = self._cast(source, rowwise, node)
         elif sent and arrives(source):
             cast = self._transcoded(source, self._cast(source, rowwise, node), copy, node)
-        elif transcode and (first := self._made_rowwise(source, rowwise)) is not None:
+        elif transcode and (first := self._rowwise.get((_same(source), untransformed))) is not None:
             cast = self._transcoded(source, first, copy, node)
         else:
             cast = self._cast(source, copy, node)
@@ -286,11 +278,6 @@ class _GemmWriter:
                 amax = transpose(amax, self._build)
             return Quantized(qdata, scale, amax)
         return cast
-
-    def _made_rowwise(self, source: fx.Node, rowwise: Copy) -> Quantized | None:
-        """Returns the cast of the untransformed `source` to the copy `rowwise`, if it was made."""
-        copy = replace(rowwise, format=rowwise.format.untransformed)
-        return self._rowwise.get((_same(source), copy))
 
     def _picked(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
         """Quantizes the stack that `source` picks matrices from, then picks their codes and scales."""
@@ -319,7 +306,11 @@ class _GemmWriter:
         if fmt.amax.stateful and self._state is not None:
             scale, state_amax = self.states.scale(*self._state, source, fmt, like)
         elif fmt.two_level:
-            amax = self._amax(source, copy, like)
+            # one node for the casts of a tensor in both layouts, or for its rows
+            key = (source, copy.dim) if fmt.row_scaled else (source,)
+            if key not in self._amaxes:
+                self._amaxes[key] = self._build.call(ops.largest, *key, like=like)
+            amax = self._amaxes[key]
         extra = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
         node = self._build.call(ops.cast, source, [str(copy)], *extra, like=like)
         qdata, scales = self._build.results(node)
@@ -327,13 +318,6 @@ class _GemmWriter:
         if state_amax is not None:
             self._state_amaxes[cast] = state_amax
         return cast
-
-    def _amax(self, source: fx.Node, copy: Copy, like: fx.Node) -> fx.Node:
-        """Returns the amax of `source`, one node for its casts in both layouts, or of its rows."""
-        key = (source, copy.dim) if copy.format.row_scaled else (source,)
-        if key not in self._amaxes:
-            self._amaxes[key] = self._build.call(ops.largest, *key, like=like)
-        return self._amaxes[key]
 
     def _square_cast(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
         """Casts in 32×32 tiles: one rowwise copy, and a view of its scales for columnwise reads."""

@@ -32,8 +32,7 @@ def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
 def _dtype(node: fx.Node) -> str:
     """Returns the dtype of the first tensor of the value of `node`, "" if there is none."""
     leaves = tree_leaves(node.meta.get("val"))
-    dtype = next((value.dtype for value in leaves if isinstance(value, Tensor)), None)
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
+    return next((str(leaf.dtype).removeprefix("torch.") for leaf in leaves if isinstance(leaf, Tensor)), "")
 
 
 def record_of(tag: GemmTag, dtype: str = "") -> GemmRecord:

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import MATMULS, argument, aten, gradient_index, packet
-from mxcompile.graph.tags import set_tag, tag_of, tags_of
+from mxcompile.graph.tags import set_tag, tag_of, tags_of, value_of
 from mxcompile.passes.split import HALF, masked
 
 _Rules = Mapping[Any, Callable[..., Any]]
@@ -55,26 +55,21 @@ def _join(graph: fx.Graph, build: Builder) -> None:
             halves.setdefault(node.meta[HALF], []).append(node)
     for (_, num_parts), nodes in halves.items():
         indices = tuple(gradient_index(node) for node in nodes)
-        if indices == (2,) and num_parts > 1:
-            _sum_bias(nodes[0], build)
-            continue
         first = nodes[0]
+        if indices == (2,) and num_parts > 1:  # only the gradient of a convolution's bias is left: a sum
+            dy = argument(first)
+            dims = [dim for dim in range(value_of(dy).ndim) if dim != 1]
+            with graph.inserting_before(first):
+                total = build.call(aten.sum.dim_IntList, dy, dims, like=first)
+            build.replace(next(iter(first.users)), total)
+            graph.erase_node(first)
+            continue
         first.args = masked(first, indices)
         del first.meta[HALF]
         set_tag(first, *(tag for node in nodes for tag in tags_of(node)))
         for other in nodes[1:]:
             other.replace_all_uses_with(first)
             graph.erase_node(other)
-
-
-def _sum_bias(node: fx.Node, build: Builder) -> None:
-    """Replaces a convolution's backward by a sum if only the gradient of the bias is left."""
-    dy = argument(node)
-    dims = [dim for dim in range(dy.meta["val"].ndim) if dim != 1]
-    with build.graph.inserting_before(node):
-        total = build.call(aten.sum.dim_IntList, dy, dims, like=node)
-    build.replace(next(iter(node.users)), total)
-    build.graph.erase_node(node)
 
 
 def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:

@@ -30,7 +30,7 @@ from mxcompile.formats import BLOCK, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import producing_call
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import numel, set_tag, tag_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
@@ -50,8 +50,8 @@ class Reuse:
         """Replaces the casts of `graph` that change nothing by the stored codes and scales."""
         build = Builder(graph, self.name)
         _read_tiles(graph, build)
-        for product in [node for node in graph.nodes if packet(node) in ops.PRODUCTS]:
-            _read_two_level(Product.read(product), build)
+        for product in Product.calls(graph):
+            _read_two_level(product, build)
         for cast in [node for node in graph.nodes if node.target is ops.cast]:
             match = _stored(cast)
             if match is None or match[0].global_scale is not None:
@@ -61,8 +61,11 @@ class Reuse:
                 parts = _elements(dequantize, build), dequantize.scale
                 operands = [transpose(part, build) if swapped else part for part in parts]
             build.replace_results(cast, operands)
-        for node in graph.nodes:
-            _set_recast(node)
+        for product in Product.calls(graph):
+            tag = tag_of(product.node)
+            if tag is not None and tag.stored is not None and "w" in tag.tensors:
+                call, _ = producing_call(product.sides[tag.tensors.index("w")][0])
+                set_tag(product.node, replace(tag, recast=call.target is ops.cast))
         dead.eliminate(graph)
 
 
@@ -97,14 +100,6 @@ def _read_two_level(product: Product, build: Builder) -> None:
     product.node.kwargs = {}
 
 
-def _set_recast(product: fx.Node) -> None:
-    """Sets `recast` in the tags of `product`: whether it casts a stored weight again."""
-    tag = tag_of(product)
-    if packet(product) in ops.PRODUCTS and tag is not None and tag.stored is not None and "w" in tag.tensors:
-        qdata, _ = Product.read(product).sides[tag.tensors.index("w")]
-        set_tag(product, replace(tag, recast=producing_call(qdata)[0].target is ops.cast))
-
-
 def _stored(node: fx.Node | None) -> tuple[Dequantize, bool] | None:
     """Returns the decode that `node` casts back to the stored format, if no value changes, else None.
 
@@ -137,12 +132,11 @@ def _elements(stored: Dequantize, build: Builder) -> fx.Node:
 
 def _read_tiles(graph: fx.Graph, build: Builder) -> None:
     """Makes casts of weights gathered in tiles read the tiles. Raises `PolicyError` for other formats."""
-    for node in graph.find_nodes(op="call_function", target=ops.decode):
-        values = Decode.read(node)
+    for values in Decode.calls(graph):
         form = values.form
         if form.tile != Tile.SQUARE or values.scale is None:
             continue
-        for user in list(node.users):
+        for user in list(values.node.users):
             cast = Cast.from_node(user)
             if cast is None or not cast.copy.is_mx or cast.form != form:
                 raise PolicyError(

@@ -9,7 +9,7 @@ from torch import fx
 
 from mxcompile.graph.opsets import COPIES, SIZED_VIEWS, VIEWS, argument, aten, packet, prims
 from mxcompile.graph.tags import tensor
-from mxcompile.ops.view import argument_of
+from mxcompile.ops.view import argument_of, result_of
 
 _COLLECTIVES = torch.ops._c10d_functional
 EXCHANGES = tuple(
@@ -107,17 +107,12 @@ def _scattered(step: fx.Node) -> list[fx.Node] | None:
     rows, value = tensor(values), tensor(step)
     if rows is None or value is None or not is_zero(base) or not isinstance(values, fx.Node):
         return None
-    alone = isinstance(indices, list | tuple) and len(indices) == 1 and rows.ndim == value.ndim
-    unique = not any(accumulate) or (alone and _is_permutation(indices[0]))  # type: ignore[index]
-    return [values] if alone and unique and rows.ndim > 1 else None
-
-
-def _is_permutation(node: object) -> bool:
-    """Whether `node` is the permutation of a one-dimensional sort."""
-    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
-        return False
-    value = tensor(node)
-    return packet(argument(node)) is aten.sort and value is not None and value.ndim == 1
+    if not isinstance(indices, list | tuple) or len(indices) != 1 or not 1 < rows.ndim == value.ndim:
+        return None
+    (sort, result), index = result_of(indices[0]), tensor(indices[0])
+    is_permutation = sort is not None and packet(sort) is aten.sort and result == 1
+    unique = is_permutation and index is not None and index.ndim == 1
+    return [values] if unique or not any(accumulate) else None
 
 
 def _masked(step: fx.Node) -> list[fx.Node] | None:

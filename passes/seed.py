@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mxcompile import ops
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
@@ -31,8 +30,7 @@ class Seed:
 
     def apply(self, graph: fx.Graph) -> None:
         """Sets seed and stream of the stochastic casts of `graph`."""
-        views = map(Cast.from_node, graph.find_nodes(op="call_function", target=ops.cast))
-        casts = [cast for cast in views if cast is not None and cast.form.stochastic and cast.seed is None]
+        casts = [cast for cast in Cast.calls(graph) if cast.form.stochastic and cast.seed is None]
         if not casts:
             return
         seed = _drawn(graph, casts[0])

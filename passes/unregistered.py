@@ -46,8 +46,11 @@ class Unregistered:
         if not products:
             return
         tagged = ((node, tag_of(node)) for node in graph.nodes)
-        layers = [node for node, tag in tagged if tag is not None and tag.kind is Kind.LINEAR]
-        data = set().union(*(ancestors(_data(node), is_matmul) for node in layers))
+        layers = [(node, tag) for node, tag in tagged if tag is not None and tag.kind is Kind.LINEAR]
+        read = (
+            operands(node)[tag.tensors.index("x" if "x" in tag.tensors else "dy")] for node, tag in layers
+        )
+        data = set().union(*(ancestors(operand, is_matmul) for operand in read))
         weights = self._program_weights(graph, products)
         only_calls = bool(layers or weights)
         # arguments of a part of a model are activations of other parts
@@ -94,13 +97,6 @@ def _is_product(node: fx.Node) -> bool:
     if tag is None or tag.kind is not Kind.PRODUCT or tag.gemm is not Gemm.FPROP:
         return False
     return is_matmul(node) and tag.role not in ATTENTION_PRODUCTS
-
-
-def _data(layer: fx.Node) -> fx.Node:
-    tag = tag_of(layer)
-    assert tag is not None
-    operand: fx.Node = operands(layer)[tag.tensors.index("x" if "x" in tag.tensors else "dy")]
-    return operand
 
 
 def _is_call(node: fx.Node) -> bool:

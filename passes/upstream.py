@@ -87,11 +87,5 @@ def _reached(
             counts = True
         elif packet(node) in EXPONENTIALS:
             counts = False
-        pending += [(arg, counts) for arg in _operands(node)]
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that `node` is computed from; attention operators have only q, k and v."""
-    if packet(node) in ATTENTION_FORWARD:
-        return [arg for arg in qkv(node) if isinstance(arg, fx.Node)]
-    return node.all_input_nodes
+        operands = qkv(node) if packet(node) in ATTENTION_FORWARD else node.all_input_nodes
+        pending += [(arg, counts) for arg in operands if isinstance(arg, fx.Node)]

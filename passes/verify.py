@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from mxcompile import ops
@@ -38,7 +36,8 @@ def verify(
             continue
         is_simple = elementary.get(id(node.target))
         if is_simple is None:
-            is_simple = elementary[id(node.target)] = _is_elementary(node.target)
+            no_mx = packet(node) not in ops.PRODUCTS and packet(node) not in ops.CASTS
+            is_simple = elementary[id(node.target)] = no_mx and is_elementary(node.target)
         if is_simple:
             continue
         operator = packet(node)
@@ -54,12 +53,6 @@ def verify(
             checked[node] = node.args
         if operator in ops.CASTS and node.meta.get("val") is None:
             raise VerificationError(f"after {after}: {node.format_node()} has no value")
-
-
-def _is_elementary(target: Any) -> bool:
-    """Whether calls of `target` need no tag and no value."""
-    op = getattr(target, "_overloadpacket", target)
-    return op not in ops.PRODUCTS and op not in ops.CASTS and is_elementary(target)
 
 
 def _check_product(node: fx.Node, after: str) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from torch import fx
@@ -119,28 +120,25 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
                 yield tag, RESULTS[tag.gemm], node
 
 
-def _sizes(source: fx.Node) -> tuple[int, ...]:
-    """Returns the sizes of `source`; () if a size is symbolic."""
-    sizes = tuple(value_of(source).shape)
-    return sizes if all(isinstance(size, int) for size in sizes) else ()
-
-
 def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
     distinct = tuple(dict.fromkeys(readers))
     if packet(cast) in ops.PRODUCTS:
         return Site(readers=distinct, source=cast.name)
     scales = next((result.name for index, result in results_of(cast) if index == 1), "")
     view = Cast.read(cast)
-    site = Site(
+    seed, scale = (node.name if node is not None else "" for node in (view.seed, view.scale))
+    sizes = tuple(value_of(view.x).shape)
+    return Site(
         readers=distinct,
         source=view.x.name,
         dim=view.side,
         fmt=str(view.form),
+        seed=seed,
+        stream=view.stream,
+        scale=scale,
         scales="" if view.form.amax.stateful else scales,
-        sizes=_sizes(view.x) if is_dumped else (),
+        sizes=sizes if is_dumped and all(isinstance(size, int) for size in sizes) else (),
     )
-    seed, scale = (node.name if node is not None else "" for node in (view.seed, view.scale))
-    return replace(site, seed=seed, stream=view.stream, scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +171,6 @@ class _Writer:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._build = Builder(graph, Watch.name)
-        self._position = {node.name: position for position, node in enumerate(graph.nodes)}
         self._nodes = {node.name: node for node in graph.nodes}
         self._results: list[fx.Node] = []
         self._measured: list[str] = []
@@ -186,8 +183,11 @@ class _Writer:
             return False
         source, seed, scale = (self._nodes.get(name) for name in (site.source, site.seed, site.scale))
         assert source is not None
-        last = max((self._nodes[name] for name in needed), key=lambda node: self._position[node.name])
-        arguments = source, site.dim, site.fmt, _num_compared(source, site), seed, site.stream, scale
+        last = max(self._nodes[name] for name in needed)
+        sizes, compared = value_of(source).shape, 0
+        if site.is_weight and all(isinstance(size, int) for size in sizes):
+            compared = min(MAX_COMPARED, int(sizes.numel()))
+        arguments = source, site.dim, site.fmt, compared, seed, site.stream, scale
         results = self._called(last, ops.cast_statistics, *arguments)
         self._results += results
         if site.sizes:
@@ -196,20 +196,23 @@ class _Writer:
         return True
 
     def _called(self, after: fx.Node, op: Any, source: fx.Node, *arguments: Any) -> list[fx.Node]:
-        """Calls `op`, which has two results, behind `after`, not between inputs. Returns the results."""
-        inputs = self._graph.find_nodes(op="placeholder")
-        with self._graph.inserting_after(inputs[-1] if after.op == "placeholder" else after):
+        """Calls `op`, which has two results, behind `after`. Returns the results."""
+        with self._behind(after):
             call = self._build.call(op, source, *arguments, like=source)
         with self._graph.inserting_after(call):
             return [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
+
+    def _behind(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Returns a context that inserts behind `node`, but not between inputs."""
+        inputs = self._graph.find_nodes(op="placeholder")
+        return self._graph.inserting_after(inputs[-1] if node.op == "placeholder" else node)
 
     def guard(self, name: str, site: Site) -> bool:
         """Detects NaN and Inf in the node called `name`. Returns whether this graph has that node."""
         node = self._nodes.get(name)
         if node is None:
             return False
-        inputs = self._graph.find_nodes(op="placeholder")
-        with self._graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
+        with self._behind(node):
             self._results.append(self._build.call(ops.nonfinite, node, like=node))
         self._measured.append(site.description)
         return True
@@ -227,10 +230,3 @@ class _Writer:
             node = self._graph.call_function(ops.deliver, (self._results, [*self._measured, *self._skipped]))
         node.meta["val"] = None
         return True
-
-
-def _num_compared(source: fx.Node, site: Site) -> int:
-    sizes = value_of(source).shape
-    if not site.is_weight or not all(isinstance(size, int) for size in sizes):
-        return 0
-    return min(MAX_COMPARED, int(sizes.numel()))

@@ -1,9 +1,14 @@
-"""weights: find the weights that quantized products cast, with the dimension and the format of each cast.
+"""weights: find the weights that can be stored or gathered in the format that products cast them to.
 
     matmul(cast(x), cast(view(w), along K))  →  w: dimension of w that is K, format
 
-A weight can be stored quantized if linear layers read it only in this way. Reads a graph after the passes and
-changes nothing.
+A weight can be stored quantized if linear layers read it only in this way.
+
+    fprop   matmul(cast(x), cast(w, tiles))      both GEMMs read one cast of w,
+    dgrad   matmul(cast(dy), cast(w, tiles))     with one scale for 32×32 elements
+
+Ranks can gather the cast of such a weight, if nothing else reads it, in forward and backward. The functions
+read a graph after the passes and change nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from mxcompile import ops
@@ -22,6 +28,7 @@ from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
+from mxcompile.passes.account import stored_weight
 from mxcompile.passes.roles.flow import graph_input
 from mxcompile.policy import Gemm
 
@@ -140,3 +147,52 @@ def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
         return node, None
     (index,) = dims
     return node, index if source.shape[index] == value.shape[dim] else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileUse:
+    """The use of a layer's weight in one graph.
+
+    path: parameter path, relative to the graph's frame. role: the layer's role. elem_dtype, rounding: format
+    of the only cast to tiles; None and "" if other nodes read the weight. reason: reason for either.
+    """
+
+    path: str
+    role: str
+    reason: str
+    elem_dtype: torch.dtype | None = None
+    rounding: str = ""
+
+
+def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[TileUse]:
+    """Yields the uses of parameters among `inputs` that are weights of forward GEMMs of `graph`."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
+            continue
+        weight = stored_weight(node, tag.tensors.index("w"))
+        path = parameter_path(weight, inputs)
+        if weight is None or not path or weight in seen:
+            continue
+        seen.add(weight)
+        assert tag.choice is not None
+        use = TileUse(path=path, role=str(tag.role), reason=tag.choice.reason)
+        yield use if tag.formats is None else _cast(use, weight)
+
+
+def _cast(use: TileUse, weight: fx.Node) -> TileUse:
+    """Returns `use` with the only cast that reads `weight`, or with a reason that names another reader."""
+    casts = set()
+    for user in weight.users:
+        cast = Cast.from_node(user)
+        if cast is None or not cast.copy.is_mx:
+            return replace(use, reason=f"{packet(user) or user.op} reads it too")
+        if not cast.copy.is_square:
+            reason = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
+            return replace(use, reason=reason)
+        casts.add((cast.copy.elem.dtype, str(cast.copy.rounding)))
+    if len(casts) != 1:
+        return replace(use, reason="its GEMMs cast it in different ways")
+    ((elem_dtype, rounding),) = casts
+    return replace(use, elem_dtype=elem_dtype, rounding=rounding)

@@ -18,12 +18,10 @@ TARGETS = (
         tiles=replace(EMULATED_TILES, weight_only_mm=WEIGHT_ONLY_AMD),
         peak=Peak(
             "MI300X",
-            bf16_tflops=1307,
-            fp32_tflops=163.4,
+            {"bf16": 1307, "fp32": 163.4, "fp8": 2615},
             bandwidth_gbs=5300,
             memory_gb=192,
             clock_ghz=2.1,
-            fp8_tflops=2615,
         ),
         peaks=dict.fromkeys(("mi300", "mi300x", "mi325x")),
         rates={

@@ -54,13 +54,10 @@ TARGETS = (
         tiles=_TILES,
         peak=Peak(
             "MI355X",
-            bf16_tflops=2516,
-            fp32_tflops=157.3,
+            {"bf16": 2516, "fp32": 157.3, "mxfp8": 5033, "fp4": 10066},
             bandwidth_gbs=8000,
             memory_gb=288,
             clock_ghz=2.4,
-            mxfp8_tflops=5033,
-            fp4_tflops=10066,
         ),
         peaks=dict.fromkeys(("mi350", "mi350x", "mi355x")),
         rates={

@@ -23,37 +23,26 @@ class Rate:
 class Peak:
     """The vendor's data sheet of one chip; rates are for dense products.
 
-    FP8 and FP4 default to MXFP8's rate, MXFP8 to BF16's.
-
-    bf16_tflops, fp32_tflops (not TF32), mxfp8_tflops (a scale per block of 32), fp8_tflops (a scale per
-    tensor or channel), fp4_tflops (packed FP4): 10¹² operations a second. bandwidth_gbs: bandwidth of device
-    memory, 10⁹ bytes a second. memory_gb: device memory, 10⁹ bytes. clock_ghz: clock that these rates
-    assume, 10⁹ cycles a second. rates: sustained shares that replace the target's.
+    dense_tflops: 10¹² operations a second by kind: "bf16", "fp32" (not TF32), "mxfp8" (a scale per block of
+    32), "fp8" (a scale per tensor or channel), "fp4" (packed). FP8 and FP4 default to MXFP8's rate, MXFP8 to
+    BF16's. bandwidth_gbs: bandwidth of device memory, 10⁹ bytes a second. memory_gb: device memory, 10⁹
+    bytes. clock_ghz: clock that these rates assume, 10⁹ cycles a second. rates: sustained shares that
+    replace the target's.
     """
 
     chip: str
+    dense_tflops: Mapping[str, float] = field(hash=False)
     _: KW_ONLY
-    bf16_tflops: float
-    fp32_tflops: float
     bandwidth_gbs: float
     memory_gb: float
     clock_ghz: float
-    mxfp8_tflops: float = 0.0
-    fp8_tflops: float = 0.0
-    fp4_tflops: float = 0.0
     rates: Mapping[str, Rate] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        mxfp8 = self.mxfp8_tflops or self.bf16_tflops
-        rates = {"mxfp8": mxfp8, "fp8": self.fp8_tflops or mxfp8, "fp4": self.fp4_tflops or mxfp8}
-        for kind, tflops in rates.items():
-            object.__setattr__(self, f"{kind}_tflops", tflops)  # the class is frozen
 
     def tflops(self, product: str) -> float:
         """Returns the rate of products of a kind in `mxcompile.offline.rates`; attention has BF16's."""
         kind = product.removeprefix("own_").partition("_")[0]
-        tflops: float = getattr(self, f"{kind}_tflops", self.bf16_tflops)
-        return tflops
+        others = ("mxfp8", "bf16") if kind in ("fp8", "fp4") else ("bf16",)
+        return next(self.dense_tflops[name] for name in (kind, *others) if name in self.dense_tflops)
 
 
 def shares(source: str, **ends: tuple[float, float, float]) -> dict[str, Rate]:

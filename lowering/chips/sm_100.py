@@ -115,13 +115,10 @@ TARGETS = (
         groups_in_library=True,  # the library's machine code seems to be for sm_100 alone
         peak=Peak(
             "B200",
-            bf16_tflops=2250,
-            fp32_tflops=75,
+            {"bf16": 2250, "fp32": 75, "mxfp8": 4500, "fp4": 9000},
             bandwidth_gbs=8000,
             memory_gb=180,
             clock_ghz=1.85,
-            mxfp8_tflops=4500,
-            fp4_tflops=9000,
         ),
         peaks=dict.fromkeys(("b200", "gb200")),
         rates=_RATES,
@@ -133,13 +130,10 @@ TARGETS = (
         processors=160,
         peak=Peak(
             "B300",
-            bf16_tflops=2250,
-            fp32_tflops=75,
+            {"bf16": 2250, "fp32": 75, "mxfp8": 4500, "fp4": 13500},
             bandwidth_gbs=8000,
             memory_gb=288,
             clock_ghz=1.72,
-            mxfp8_tflops=4500,
-            fp4_tflops=13500,
         ),
         peaks=dict.fromkeys(("b300", "gb300")),
         rates=_RATES

@@ -59,14 +59,10 @@ TARGETS = (
         tiles=_TILES,
         peak=Peak(
             "RTX 5090",
-            bf16_tflops=209.5,
-            fp32_tflops=104.8,
+            {"bf16": 209.5, "fp32": 104.8, "mxfp8": 838, "fp8": 419, "fp4": 1676},
             bandwidth_gbs=1792,
             memory_gb=32,
             clock_ghz=2.41,
-            mxfp8_tflops=838,
-            fp8_tflops=419,
-            fp4_tflops=1676,
         ),
         peaks={"rtx5090": None},
         rates={

@@ -20,9 +20,7 @@ TARGETS = (
             fp8_cast=Unsupported(reason="no FP8 GEMM to cast for"),
             weight_only_mm=weight_only(4, 3, 4),  # decoding with integer instructions spills at two warps
         ),
-        peak=Peak(
-            "A100 80GB", bf16_tflops=312, fp32_tflops=19.5, bandwidth_gbs=2039, memory_gb=80, clock_ghz=1.41
-        ),
+        peak=Peak("A100 80GB", {"bf16": 312, "fp32": 19.5}, bandwidth_gbs=2039, memory_gb=80, clock_ghz=1.41),
         peaks={"a100": None},
         rates={
             **shares("Liger-Kernel's benchmarks, norms of 8,192 columns and more", memory=(0.72, 0.80, 0.84)),

@@ -15,12 +15,10 @@ TARGETS = (
         tiles=EMULATED_TILES,
         peak=Peak(
             "L40S",
-            bf16_tflops=362,
-            fp32_tflops=91.6,
+            {"bf16": 362, "fp32": 91.6, "fp8": 733},
             bandwidth_gbs=864,
             memory_gb=48,
             clock_ghz=2.49,
-            fp8_tflops=733,
         ),
         peaks=dict.fromkeys(("l4", "l40", "l40s", "rtx4090")),
         rates=shares(

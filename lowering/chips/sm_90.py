@@ -12,12 +12,10 @@ from mxcompile.lowering.chips.target import BLOCKS, FP8_TILES, WEIGHTS, nvidia
 def _peak(chip: str, bandwidth_gbs: float, memory_gb: float, **columns: Any) -> Peak:
     return Peak(
         chip,
-        bf16_tflops=989,
-        fp32_tflops=67,
+        {"bf16": 989, "fp32": 67, "fp8": 1979},
         bandwidth_gbs=bandwidth_gbs,
         memory_gb=memory_gb,
         clock_ghz=1.83,
-        fp8_tflops=1979,
         **columns,
     )
 

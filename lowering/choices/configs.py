@@ -6,7 +6,7 @@ names a target that is not the machine's chip.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from mxcompile.errors import TargetError
 from mxcompile.formats import BLOCK, num_blocks
 from mxcompile.lowering import optional
 from mxcompile.lowering.chips.tiles import (
-    ChipTiles,
     MatmulConfig,
     ScaledChoices,
     TileConfig,
@@ -34,35 +33,29 @@ _WARPS = 8  # a thread holds half as much of the accumulator as with 4, and has 
 _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=2)
 
 
+Tiles = list[tuple[bool, MatmulConfig]]
+"""Tiles, each with whether to swap the operands."""
+
+
 def products(target: Target, rows: int, *, gathered: bool = False) -> Tiles:
     """Returns tiles for a product with `rows` rows on `target`, each with whether to swap the operands.
 
     The first tile is the default. More follow if Inductor autotunes. gathered: whether an operand has to be
     read byte by byte.
     """
-    choices = _products(target.tiles, rows, gathered)
-    return list(choices) if autotuning() else [next(choices)]
-
-
-def _products(tiles: ChipTiles, rows: int, gathered: bool) -> Iterator[tuple[bool, MatmulConfig]]:
-    row = tiles.scaled_mm
+    row = target.tiles.scaled_mm
     if isinstance(row, Unsupported):
-        yield False, _ANY
-    elif rows <= row.few_rows:
-        yield row.swap_few, row.few
-    elif gathered and row.gathered is not None:
-        yield False, row.gathered
-    else:
-        yield False, replace(row.many, num_warps=_WARPS)
-        for tile in tiles.more_scaled_mm:
-            yield False, tile
+        return [(False, _ANY)]
+    if rows <= row.few_rows:
+        return [(row.swap_few, row.few)]
+    if gathered and row.gathered is not None:
+        return [(False, row.gathered)]
+    more = target.tiles.more_scaled_mm if autotuning() else ()
+    return [(False, tile) for tile in (replace(row.many, num_warps=_WARPS), *more)]
 
 
 NARROW = 1024
 """Largest N for which autotuning fuses many rows: 8 tiles of 128 columns, or 16 of 64, quantize each row."""
-
-Tiles = list[tuple[bool, MatmulConfig]]
-"""Tiles, each with whether to swap the operands."""
 
 
 def fused(target: Target, rows: int, columns: int) -> Tiles:
@@ -110,12 +103,11 @@ def tiled_default(target: Target, m: int, n: int, k: int) -> TiledConfig:
     step, wide tiles spill with some versions of Triton, and the narrowest runs too.
     """
     plain = [tile for tile in tiled_configs(target) if not tile.warp_specialize]
-    enough = (
-        tile
-        for tile in plain
-        if num_blocks(m, tile.block_m) * num_blocks(n, tile.block_n) >= target.processors
-    )
-    return next((tile for tile in enough if k > tile.block_k), plain[-1])
+    for tile in plain:
+        num_tiles = num_blocks(m, tile.block_m) * num_blocks(n, tile.block_n)
+        if num_tiles >= target.processors and k > tile.block_k:
+            return tile
+    return plain[-1]
 
 
 def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:

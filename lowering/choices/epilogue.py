@@ -16,7 +16,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import CopyPart
-from mxcompile.graph.opsets import TRANSPARENT, argument, packet
+from mxcompile.graph.opsets import TRANSPARENT, argument, packet, reached
 from mxcompile.graph.tags import numel, tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.ops.view import Casts, Product
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def has_epilogue(product: fx.Node) -> bool:
     """Whether only elementwise operators read `product`, and its kernel computes them and stores results."""
-    uses = {use for use, _ in readers(product, _is_whole_view)}
+    uses = _users(product)
     fusible = all(is_pointwise(use) and _last(product, use) for use in uses)
     return fusible and any(map(_is_stored, uses)) and not is_heavy(product)
 
@@ -40,13 +40,8 @@ def is_heavy(product: fx.Node) -> bool:
     These operators get a separate kernel. As an epilogue they would spill registers, and on a B200 their
     memory traffic takes longer than the product, which would wait for it.
     """
-    pending, fused = _users(product), {product}
-    while pending:
-        node = pending.pop()
-        if node not in fused and is_pointwise(node):
-            fused.add(node)
-            pending |= _users(node)
-    behind = fused - {product}
+    behind = {*reached([product], lambda node: filter(is_pointwise, _users(node)))} - {product}
+    fused = behind | {product}
     read = {_source(arg) for node in behind for arg in node.all_input_nodes} - fused
     stored = [node for node in behind if not all(map(_is_cast, _users(node) - fused))]
     return sum(_size(node) == _size(product) for node in read) + len(stored) - 1 > _FEW
@@ -88,30 +83,16 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def _last(product: fx.Node, use: fx.Node) -> bool:
     """Whether neither `use` nor an elementwise operator after it depends on a later product."""
-    pending, seen = [use], {use}
-    while pending:
-        node = pending.pop()
-        if _joins_later(product, node):
-            return False
+
+    def fused(node: fx.Node) -> set[fx.Node]:
         users = _users(node)
-        if all(map(is_pointwise, users)):  # else `node` is stored, and its readers load it from memory
-            pending += users - seen
-            seen |= users
-    return True
+        # else `node` is stored, and its readers load it from memory
+        return users if all(map(is_pointwise, users)) else set()
 
+    def later(node: fx.Node) -> list[fx.Node]:
+        return [arg for arg in node.all_input_nodes if product < arg]
 
-def _joins_later(product: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` depends on a product that comes after `product` in the graph."""
-    pending, seen = [node], {node}
-    while pending:
-        for arg in pending.pop().all_input_nodes:
-            if arg in seen or not product < arg:
-                continue
-            if is_native(arg):
-                return True
-            seen.add(arg)
-            pending.append(arg)
-    return False
+    return not any(is_native(arg) for node in reached([use], fused) for arg in reached(later(node), later))
 
 
 def is_native(node: fx.Node) -> bool:
@@ -122,19 +103,11 @@ def is_native(node: fx.Node) -> bool:
 
 def _is_stored(use: fx.Node) -> bool:
     """Whether `use`, or an elementwise result after it, must be stored; False if a reduction reads it."""
-    pending, seen, stored = [use], {use}, False
-    while pending:
-        for user, _ in readers(pending.pop(), _is_whole_view):
-            if packet(user) in _REDUCTIONS:
-                return False
-            if user in seen or _is_cast(user):
-                continue
-            if is_pointwise(user):
-                seen.add(user)
-                pending.append(user)
-            else:
-                stored = True
-    return stored
+    behind = reached([use], lambda node: filter(is_pointwise, _users(node)))
+    users = {user for node in behind for user in _users(node) if not is_pointwise(user)}
+    if any(packet(user) in _REDUCTIONS for user in users):
+        return False
+    return not all(map(_is_cast, users))
 
 
 _REDUCTIONS = frozenset((aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean))

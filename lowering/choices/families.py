@@ -55,10 +55,6 @@ class FamilyRow:
     reason: Callable[[Forms, Target], str] = lambda forms, target: ""
 
 
-def _are_fp8(forms: Forms) -> bool:
-    return all(form.scale is ScaleType.FP32 and not form.elem.is_coded for form in forms)
-
-
 def _takes_granularity(forms: Forms, target: Target) -> bool:
     lhs, rhs = (str(form.tile) for form in forms)
     alike = lhs == rhs != WEIGHTS or (lhs, rhs) == (BLOCKS, WEIGHTS)
@@ -72,10 +68,6 @@ def _no_fp8_gemm(forms: Forms, target: Target) -> str:
     return f"no FP8 GEMM of {target.name} for scales {tiles}{hint}"
 
 
-def _are_fp4(forms: Forms) -> bool:
-    return len({form.scale for form in forms}) == 1 and all(map(_is_fp4, forms))
-
-
 def _is_fp4(form: Format) -> bool:
     along = 16 if form.two_level else BLOCK
     return form.elem is E2M1 and form.tile.along == along and form.tile.across in (1, along)
@@ -85,10 +77,6 @@ def _no_fp4_gemm(forms: Forms, target: Target) -> str:
     if forms[0].scale in target.fp4_scales:
         return NO_CAST
     return "no kernel multiplies E2M1 under E4M3 scales"
-
-
-def _are_mx(forms: Forms) -> bool:
-    return all(form.is_mx_operand for form in forms)
 
 
 def _are_convertible(forms: Forms) -> bool:
@@ -105,21 +93,22 @@ def _no_mx_gemm(forms: Forms, _: Target) -> str:
     return f"no kernel multiplies {name.upper()} under E8M0 scales"
 
 
-def _are_integers(forms: Forms) -> bool:
-    return all(form.elem is INT8 and form.lies_stored and not form.packed for form in forms)
-
-
 TABLE: dict[Family, FamilyRow] = {
     Family.FP8: FamilyRow(
-        takes=_are_fp8, on=lambda chip: bool(chip.fp8_tiles), fits=_takes_granularity, reason=_no_fp8_gemm
+        takes=lambda forms: all(f.scale is ScaleType.FP32 and not f.elem.is_coded for f in forms),
+        on=lambda chip: bool(chip.fp8_tiles),
+        fits=_takes_granularity,
+        reason=_no_fp8_gemm,
     ),
     Family.PACKED: FamilyRow(
-        takes=_are_fp4,
+        takes=lambda forms: len({form.scale for form in forms}) == 1 and all(map(_is_fp4, forms)),
         on=lambda chip: bool(chip.fp4_scales),
         fits=lambda forms, chip: forms[0].scale in chip.fp4_scales and all(f.is_plain for f in forms),
         reason=_no_fp4_gemm,
     ),
-    Family.MX: FamilyRow(takes=_are_mx, on=lambda chip: chip.native),
+    Family.MX: FamilyRow(
+        takes=lambda forms: all(f.is_mx_operand for f in forms), on=lambda chip: chip.native
+    ),
     Family.AS_MX: FamilyRow(
         takes=lambda forms: _are_convertible(forms) or any(map(_is_beyond, forms)),
         on=lambda chip: chip.native,
@@ -127,7 +116,7 @@ TABLE: dict[Family, FamilyRow] = {
         reason=_no_mx_gemm,
     ),
     Family.INTEGER: FamilyRow(
-        takes=_are_integers,
+        takes=lambda forms: all(f.elem is INT8 and f.lies_stored and not f.packed for f in forms),
         on=lambda chip: chip.device == "cpu",
         fits=lambda forms, chip: bool(chip.integers),
     ),

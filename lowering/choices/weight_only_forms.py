@@ -9,7 +9,6 @@ Symbolic sizes are replaced by their hints, because a form computes products of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,22 +24,26 @@ _PROGRAMS_PER_PROCESSOR = 2
 _DOT_ROWS = 16  # rows of a tile; tensor cores need 16
 _WIDE_ROWS = 32  # rows of a tile if x has more; each tile reads the weight once
 
-_MORE_GEMV = (
-    MatmulConfig(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=3),
-    MatmulConfig(block_m=1, block_n=16, block_k=256, num_warps=4, num_stages=3),
-)
-_MORE_DOT = (
-    MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=4),
-    MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=8, num_stages=3),
-)
-_MORE_PACKED_GEMV = (
-    MatmulConfig(block_m=1, block_n=8, block_k=2048, num_warps=4, num_stages=3),
-    MatmulConfig(block_m=1, block_n=32, block_k=512, num_warps=4, num_stages=3),
-)
-_MORE_PACKED_DOT = (
-    MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
-    MatmulConfig(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=3),
-)
+_MORE = {
+    "gemv": (
+        MatmulConfig(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=3),
+        MatmulConfig(block_m=1, block_n=16, block_k=256, num_warps=4, num_stages=3),
+    ),
+    "dot": (
+        MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=4),
+        MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=8, num_stages=3),
+    ),
+    "packed_gemv": (
+        MatmulConfig(block_m=1, block_n=8, block_k=2048, num_warps=4, num_stages=3),
+        MatmulConfig(block_m=1, block_n=32, block_k=512, num_warps=4, num_stages=3),
+    ),
+    "packed_dot": (
+        MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+        MatmulConfig(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=3),
+    ),
+}
+"""Further tiles that autotuning tries, by the field of `WeightOnlyChoices`."""
+
 _AMD_STAGES = 2
 
 
@@ -91,35 +94,17 @@ def forms(
     The first form is the default. If Inductor autotunes, more tiles with the same split of K follow. packed:
     whether the weight has two codes a byte.
     """
-    tiles = _tiles(rows, dtype, target, packed)
-    default = next(tiles)
-    parts = _parts(rows, n, k, default, target)
-    on_tensor_cores = _on_tensor_cores(rows, dtype)
-    return [
-        WeightOnlyForm(on_tensor_cores=on_tensor_cores, tile=tile, parts=parts)
-        for tile in ([default, *tiles] if autotuning() else [default])
-    ]
-
-
-def _on_tensor_cores(rows: int, dtype: torch.dtype) -> bool:
-    return rows > 1 and dtype is torch.bfloat16
-
-
-def _tiles(rows: int, dtype: torch.dtype, target: Target, packed: bool) -> Iterator[MatmulConfig]:
     row = row_of(target)
     assert row is not None, f"{target.name} has weight-only kernels"
-    on_tensor_cores = _on_tensor_cores(rows, dtype)
-    if packed and on_tensor_cores:
-        tiles = row.packed_dot, *_MORE_PACKED_DOT
-    elif packed:
-        tiles = row.packed_gemv, *_MORE_PACKED_GEMV
-    else:
-        tiles = (row.dot, *_MORE_DOT) if on_tensor_cores else (row.gemv, *_MORE_GEMV)
-    for tile in tiles:
-        if on_tensor_cores and rows > _DOT_ROWS:
-            tile = replace(tile, block_m=_WIDE_ROWS)
-        stages = min(tile.num_stages, _AMD_STAGES) if target.warp_size > 32 else tile.num_stages
-        yield replace(tile, num_stages=stages)
+    on_tensor_cores = rows > 1 and dtype is torch.bfloat16
+    kind = ("packed_" if packed else "") + ("dot" if on_tensor_cores else "gemv")
+    tiles = [getattr(row, kind), *(_MORE[kind] if autotuning() else ())]
+    if on_tensor_cores and rows > _DOT_ROWS:
+        tiles = [replace(tile, block_m=_WIDE_ROWS) for tile in tiles]
+    if target.warp_size > 32:
+        tiles = [replace(tile, num_stages=min(tile.num_stages, _AMD_STAGES)) for tile in tiles]
+    parts = _parts(rows, n, k, tiles[0], target)
+    return [WeightOnlyForm(on_tensor_cores=on_tensor_cores, tile=tile, parts=parts) for tile in tiles]
 
 
 def _parts(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> int:

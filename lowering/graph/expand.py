@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import WHOLE, Format, ScaleType
+from mxcompile.formats import WHOLE, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
@@ -42,10 +42,11 @@ class Expand(LoweringPass):
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replaces the quantized GEMMs of `graph` without a kernel by aten GEMMs, which it names in tags."""
-        expander = _Expander(graph, self.target)
-        for node in list(graph.nodes):
-            if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
-                expander.expand(node)
+        build = Builder(graph, self.name)
+        operands = DequantizedOperands(build)
+        for product in Product.calls(graph):
+            if not any(tag.kernel for tag in tags_of(product.node)):
+                _expand(product, build, operands, self.target)
         dead.eliminate(graph)
         return NO_REASONS
 
@@ -56,61 +57,52 @@ def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
     return torch.bfloat16 if narrow else torch.float32
 
 
-class _Expander:
-    """Emulates the GEMMs of one graph."""
+def _expand(product: Product, build: Builder, operands: DequantizedOperands, target: Target) -> None:
+    """Replaces `product`."""
+    node, out = product.node, value_of(product.node)
+    dtype = working_dtype(out.dtype, target)
+    # FP32 scales that are constant along the contraction multiply the product
+    after = not product.is_grouped and all(
+        form.scale is ScaleType.FP32 and form.tile.along == WHOLE for form in product.forms
+    )
+    with build.graph.inserting_before(node):
+        a, b = (
+            operands.value(*side, dim, fmt, dtype, node, scaled=not after)
+            for side, dim, fmt in zip(product.sides, (-1, -2), product.words, strict=True)
+        )
+        factors = (product.scale_a, product.scale_b) if after else factors_of(product, build)
+        if product.is_grouped:
+            result = _grouped(a, b, product, dtype, build)
+        else:
+            result = _plain(a, b, None if factors else product.bias, dtype, build, node)
+        how = "scaled after" if factors else "dequantized"
+        kernel = f"{packet(result)} ({str(dtype).removeprefix('torch.')}, {how})"
+        set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
+        if factors:
+            result = scaled(result, factors, product.bias, build, node)
+        result = build.converted(result, out.dtype, node)
+    build.replace(node, result)
 
-    def __init__(self, graph: fx.Graph, target: Target) -> None:
-        self._graph = graph
-        self._target = target
-        self._build = Builder(graph, Expand.name)
-        self._operands = DequantizedOperands(self._build)
 
-    def expand(self, node: fx.Node) -> None:
-        """Replaces `node`, a product of quantized operands."""
-        out, product = value_of(node), Product.read(node)
-        dtype = working_dtype(out.dtype, self._target)
-        (qa, sa), (qb, sb) = product.sides
-        formats = product.words
-        after = not product.is_grouped and all(map(_spans_contraction, formats))
-        with self._graph.inserting_before(node):
-            if after:
-                a, sa = self._operands.elements(qa, sa, -1, formats[0], dtype, node)
-                b, sb = self._operands.elements(qb, sb, -2, formats[1], dtype, node)
-            else:
-                a = self._operands.value(qa, sa, -1, dtype, node, formats[0])
-                b = self._operands.value(qb, sb, -2, dtype, node, formats[1])
-            factors = (sa, sb) if after else factors_of(product, self._build)
-            if product.is_grouped:
-                result = self._grouped(a, b, product.offs, dtype, node)
-            else:
-                result = self._product(a, b, None if factors else product.bias, dtype, node)
-            how = "scaled after" if factors else "dequantized"
-            kernel = f"{packet(result)} ({str(dtype).removeprefix('torch.')}, {how})"
-            set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
-            if factors:
-                result = scaled(result, factors, product.bias, self._build, node)
-            result = self._build.converted(result, out.dtype, node)
-        self._build.replace(node, result)
+def _grouped(a: fx.Node, b: fx.Node, product: Product, dtype: torch.dtype, build: Builder) -> fx.Node:
+    node, offs = product.node, product.offs
+    unmet = grouped_operands.unmet(a, b) if dtype is torch.bfloat16 else ""
+    if unmet:
+        add_fallback(node, unmet)
+    if unmet or dtype is not torch.bfloat16:
+        return build.call(ops.grouped_mm, a, b, offs, like=node)
+    sides = grouped_operands.in_order(a, b, build)
+    return build.call(aten._grouped_mm.default, *sides, offs, like=node)
 
-    def _grouped(
-        self, a: fx.Node, b: fx.Node, offs: fx.Node | None, dtype: torch.dtype, node: fx.Node
-    ) -> fx.Node:
-        if dtype is not torch.bfloat16:
-            return self._build.call(ops.grouped_mm, a, b, offs, like=node)
-        if unmet := grouped_operands.unmet(a, b):
-            add_fallback(node, unmet)
-            return self._build.call(ops.grouped_mm, a, b, offs, like=node)
-        sides = grouped_operands.in_order(a, b, self._build)
-        return self._build.call(aten._grouped_mm.default, *sides, offs, like=node)
 
-    def _product(
-        self, a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, node: fx.Node
-    ) -> fx.Node:
-        batched = value_of(a).ndim > 2
-        if bias is None:
-            return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
-        target = aten.baddbmm.default if batched else aten.addmm.default
-        return self._build.call(target, self._build.converted(bias, dtype, node), a, b, like=node)
+def _plain(
+    a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, build: Builder, node: fx.Node
+) -> fx.Node:
+    batched = value_of(a).ndim > 2
+    if bias is None:
+        return build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
+    target = aten.baddbmm.default if batched else aten.addmm.default
+    return build.call(target, build.converted(bias, dtype, node), a, b, like=node)
 
 
 def factors_of(product: Product, build: Builder) -> Sequence[fx.Node]:
@@ -129,9 +121,3 @@ def scaled(
     if bias is not None:
         result = build.call(aten.add.Tensor, result, build.converted(bias, torch.float32, like), like=like)
     return result
-
-
-def _spans_contraction(fmt: str) -> bool:
-    """Whether the format `fmt` has FP32 scales that are constant along the contraction dimension."""
-    form = Format.parse(fmt)
-    return form.scale is ScaleType.FP32 and form.tile.along == WHOLE

@@ -73,19 +73,11 @@ def cast_of(node: fx.Node) -> Cast | None:
     bias, out, results = tensor(product.bias), tensor(node), product.sides[0]
     if out is None or out.ndim != 2 or (bias is not None and bias.ndim != 1):
         return None
-    casts = [_cast(result, position, node) for position, result in enumerate(results)]
-    cast = Cast.from_node(casts[0])
-    if cast is None or None in casts:
+    cast = Cast.from_node(result_of(results[0])[0])
+    if cast is None or any(list(result.users) != [node] for result in results):
         return None
-    alone = len(cast.node.users) == 2 and all(user in results for user in cast.node.users)
+    alone = [result_of(result) for result in results] == [(cast.node, 0), (cast.node, 1)]
+    alone = alone and len(cast.node.users) == 2
     shared = any(packet(user) in ops.CASTS and user is not cast.node for user in cast.x.users)
     rowwise = cast.side == -1 and cast.copy.is_mx and not cast.copy.is_square
     return cast if alone and rowwise and not shared and tensor(cast.x) is not None else None
-
-
-def _cast(result: fx.Node, position: int, reader: fx.Node) -> fx.Node | None:
-    """Returns the cast that has `result` at `position`, if only `reader` reads it, or None."""
-    cast, index = result_of(result)
-    if cast is None or cast.target is not ops.cast:
-        return None
-    return cast if index == position and list(result.users) == [reader] else None

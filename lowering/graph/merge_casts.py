@@ -85,9 +85,12 @@ class MergeCasts(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges the casts of `graph`, each at the first cast of its tensor."""
         build = Builder(graph, self.name)
-        for cast in list(map(Cast.from_node, graph.find_nodes(op="call_function", target=ops.cast))):
-            if cast is not None and cast.copy.part is CopyPart.LARGEST:
-                _share_amax(build, cast)
+        for cast in list(Cast.calls(graph)):
+            # `mx.largest` of a tensor joins the cast that computes the amax of its Hadamard transform
+            plain = next((user for user in cast.x.users if user.target is ops.largest), None)
+            if cast.copy.part is CopyPart.LARGEST and plain is not None:
+                copy = replace(cast.copy, format=cast.form.untransformed)
+                _write(build, cast.x, [_single(copy, [plain]), _whole(cast)], min(plain, cast.node))
         for group in self._groups(graph):
             copies = [_whole(group[side]) for side in (-1, -2)]
             _write(build, group[-1].x, copies, _first(group.values()))
@@ -102,10 +105,7 @@ class MergeCasts(LoweringPass):
     def _groups(self, graph: fx.Graph) -> list[_Group]:
         """Returns pairs of casts of `graph` to MXFP8 or packed FP4 that a template makes in one kernel."""
         groups: dict[Any, list[_Group]] = {}
-        for node in graph.find_nodes(op="call_function", target=ops.cast):
-            cast = Cast.from_node(node)
-            if cast is None or not self._takes(cast):
-                continue
+        for cast in filter(self._takes, Cast.calls(graph)):
             alone = cast.node if cast.form.stochastic else None
             waiting = groups.setdefault((cast.x, cast.form.untransformed, cast.copy.layout, alone), [])
             group = next((group for group in waiting if _fits(group, cast)), None)
@@ -138,14 +138,6 @@ def is_fp8(cast: Cast) -> bool:
     if form.stochastic or form.amax.kind is AmaxKind.PERCENTILE or form.tile not in _FP8_TILES:
         return False
     return not is_empty(value.shape)
-
-
-def _share_amax(build: Builder, cast: Cast) -> None:
-    """Merges ``mx.largest`` of a tensor with `cast`, which computes the amax of its Hadamard transform."""
-    plain = next((user for user in cast.x.users if user.target is ops.largest), None)
-    if plain is not None:
-        copy = replace(cast.copy, format=cast.form.untransformed)
-        _write(build, cast.x, [_single(copy, [plain]), _whole(cast)], min(plain, cast.node))
 
 
 def _fits(group: _Group, cast: Cast) -> bool:
@@ -187,15 +179,14 @@ _Key = tuple[fx.Node, Format, fx.Node | None]
 def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
     """Returns the casts with FP32 scales that templates can make, in groups that one kernel may serve."""
     casts: dict[_Key, list[Cast]] = {}
-    for node in graph.find_nodes(op="call_function", target=ops.cast):
-        cast = Cast.from_node(node)
-        if cast is None:
-            continue
+    for cast in Cast.calls(graph):
         scale = cast.scale
+        # columnwise elements that are read without a transpose
+        along_columns = not _is_along_rows(cast) and _read(cast, 0)
         if _is_down(cast):
             maker = Cast.from_node(result_of(scale)[0])
             scale = None if maker is not None and maker.scale is None else scale
-        elif not is_fp8(cast) or _lies_along_columns(cast) or _is_dequantized(cast):
+        elif not is_fp8(cast) or along_columns or _is_dequantized(cast):
             continue
         casts.setdefault((cast.x, cast.form, scale), []).append(cast)
     return casts
@@ -211,22 +202,12 @@ def _is_along_rows(cast: Cast) -> bool:
     return cast.side == -1 or cast.form.tile.is_square
 
 
-def _lies_along_columns(cast: Cast) -> bool:
-    """Whether `cast` makes columnwise elements that are read without a transpose."""
-    return not _is_along_rows(cast) and bool(_read(cast, 0))
-
-
 def _is_dequantized(cast: Cast) -> bool:
     """Whether an emulated product reads values that are computed from the results of `cast`."""
-    users = (user for _, result in results_of(cast.node) for user, _ in readers(result))
-    return any(_makes_values(user) for user in users)
-
-
-def _makes_values(node: fx.Node) -> bool:
-    cast = Cast.from_node(node)
-    if cast is not None:
-        return cast.copy.dtype is not None
-    return Decode.from_node(node) is not None and not _makes_fnuz(node)
+    users = [user for _, result in results_of(cast.node) for user, _ in readers(result)]
+    casts = filter(None, map(Cast.from_node, users))
+    decoded = (user for user in users if Decode.from_node(user) and not _makes_fnuz(user))
+    return any(decoded) or any(values.copy.dtype is not None for values in casts)
 
 
 def _read(cast: Cast, index: int) -> list[fx.Node]:

@@ -39,9 +39,9 @@ class _ComputedCast:
     """
 
     cast: fx.Node
-    chain: tuple[fx.Node, ...]
-    leaves: frozenset[fx.Node]
-    large: frozenset[fx.Node]
+    chain: list[fx.Node]
+    leaves: set[fx.Node]
+    large: set[fx.Node]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +63,12 @@ class MergeSiblingCasts(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges pairs of casts in `graph`, each at its first cast."""
         build = Builder(graph, self.name)
-        order = {node: position for position, node in enumerate(graph.nodes)}
         waiting: list[_ComputedCast] = []
         for node in list(graph.nodes):
-            candidate = _computed_cast(node, order)
+            candidate = _computed_cast(node)
             if candidate is None:
                 continue
-            other = next((cast for cast in waiting if _fit(cast, candidate, order)), None)
+            other = next((cast for cast in waiting if _fit(cast, candidate)), None)
             if other is None:
                 waiting.append(candidate)
             else:
@@ -78,11 +77,12 @@ class MergeSiblingCasts(LoweringPass):
         return NO_REASONS
 
 
-def _computed_cast(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
-    """Returns `cast` and its computation if it makes both copies of an elementwise result, else None."""
-    if not _takes_another(cast):
+def _computed_cast(cast: fx.Node) -> _ComputedCast | None:
+    """Returns `cast` and its computation if it makes two MXFP8 copies of an elementwise result, else None."""
+    view = Casts.from_node(cast)
+    if view is None or view.y is not None or len(view.copies) != 2 or not all(c.is_mx for c in view.parsed):
         return None
-    source = argument(cast)
+    source = view.x
     value = tensor(source)
     if value is None or value.ndim != 2 or value.dtype is not torch.bfloat16:
         return None
@@ -100,30 +100,19 @@ def _computed_cast(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | 
         else:
             leaves.add(node)
     size = hint(value.numel())
-    large = frozenset(
-        leaf for leaf in leaves if (leaf_value := tensor(leaf)) is None or hint(leaf_value.numel()) >= size
-    )
-    return _ComputedCast(
-        cast=cast, chain=tuple(sorted(chain, key=order.__getitem__)), leaves=frozenset(leaves), large=large
-    )
+    sizes = {leaf: tensor(leaf) for leaf in leaves}
+    large = {leaf for leaf, its in sizes.items() if its is None or hint(its.numel()) >= size}
+    return _ComputedCast(cast=cast, chain=sorted(chain), leaves=leaves, large=large)
 
 
-def _takes_another(cast: fx.Node) -> bool:
-    """Whether `cast` makes two MXFP8 copies of one tensor."""
-    view = Casts.from_node(cast)
-    if view is None or view.y is not None:
-        return False
-    return len(view.copies) == 2 and all(copy.is_mx for copy in view.parsed)
-
-
-def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
+def _fit(first: _ComputedCast, second: _ComputedCast) -> bool:
     """Whether both casts have equal copies and sizes, share leaves, and the second can move to the first."""
     shapes = (value_of(argument(cast.cast)).shape for cast in (first, second))
     same = statically_known_true(sym_eq(*shapes))  # no guard on sizes that depend on data
     same_copies = Casts.read(first.cast).copies == Casts.read(second.cast).copies
     few = len(first.large | second.large) <= _MOST_LEAVES
     shared = len(first.large & second.large) >= _SHARED_LEAVES
-    ready = all(order[leaf] < order[first.cast] for leaf in second.leaves)
+    ready = all(leaf < first.cast for leaf in second.leaves)
     return same and same_copies and few and shared and ready
 
 

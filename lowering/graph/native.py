@@ -41,14 +41,14 @@ class Native(NativePass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products that the target's MX GEMM runs."""
-        return (product.node for product, unmet in self._products(graph) if not unmet)
+        return (product.node for product, reason in self._products(graph) if not reason)
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Names the kernel in the tags of the candidates. Returns the reasons of the other products."""
         reasons = {}
-        for product, unmet in self._products(graph):
-            if unmet:
-                reasons[product.node] = unmet
+        for product, reason in self._products(graph):
+            if reason:
+                reasons[product.node] = reason
                 continue
             kernel = f"{self._config(product)} ({self.target.mma})"
             set_tag(product.node, *(replace(tag, kernel=kernel) for tag in tags_of(product.node)))
@@ -57,7 +57,7 @@ class Native(NativePass):
     def _products(self, graph: fx.Graph) -> Iterator[tuple[Product, str]]:
         """Yields each mx GEMM with the reason why the target does not run it, or ""."""
         products = (Product.read(node) for node in graph.nodes if is_native(node))
-        return ((product, self.unmet(product)) for product in products)
+        return ((product, unmet(product, self.device)) for product in products)
 
     def _config(self, product: Product) -> str:
         """Returns the template and its tile, or the number of choices under autotuning."""
@@ -117,24 +117,25 @@ class Native(NativePass):
         tiles = configs.tiled_groups(self.target, _rows(product), *map(hint, (m, n, a.shape[1])))
         return [tile for tile in tiles if configs.grouped_fits(a.stride(), b.shape, b.stride(), tile)]
 
-    def unmet(self, product: Product) -> str:
-        """Returns the reason why the target's MX GEMM does not run `product`, or ""."""
-        out, a, offs = map(tensor, (product.node, product.a, product.offs))
-        if out is None or a is None:
-            return "the shape of an operand or of the result is unknown"
-        if a.device.type != self.device:
-            return f"its operands are on {a.device.type}, not on {self.device}"
-        if lost := _loses_scales(a.device):
-            return lost
-        if out.dtype not in _OUTPUTS:
-            return f"its result is {str(out.dtype).removeprefix('torch.')}, not BF16, FP16 or FP32"
-        if a.ndim not in (2, 3):
-            return f"its operand has {a.ndim} dimensions, not 2 or 3"
-        if offs is not None and not isinstance(offs.shape[0], int):
-            return "the number of groups is not a constant"
-        if configs.single(out.shape):
-            return "its result is one element"
-        return EMPTY if is_empty((*out.shape, a.shape[-1])) else ""
+
+def unmet(product: Product, device: str) -> str:
+    """Returns the reason why an MX GEMM does not run `product`, or "". device: type of its tensors."""
+    out, a, offs = map(tensor, (product.node, product.a, product.offs))
+    if out is None or a is None:
+        return "the shape of an operand or of the result is unknown"
+    if a.device.type != device:
+        return f"its operands are on {a.device.type}, not on {device}"
+    if lost := _loses_scales(a.device):
+        return lost
+    if out.dtype not in _OUTPUTS:
+        return f"its result is {str(out.dtype).removeprefix('torch.')}, not BF16, FP16 or FP32"
+    if a.ndim not in (2, 3):
+        return f"its operand has {a.ndim} dimensions, not 2 or 3"
+    if offs is not None and not isinstance(offs.shape[0], int):
+        return "the number of groups is not a constant"
+    if configs.single(out.shape):
+        return "its result is one element"
+    return EMPTY if is_empty((*out.shape, a.shape[-1])) else ""
 
 
 def _loses_scales(device: torch.device) -> str:

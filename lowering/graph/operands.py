@@ -33,51 +33,45 @@ class DequantizedOperands:
         self._values: dict[tuple[fx.Node, fx.Node, torch.dtype, bool], fx.Node] = {}
 
     def value(
-        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, fmt: str
-    ) -> fx.Node:
-        """Returns the operand in `dtype` with the strides of `qdata`, from its source if the graph casts it.
-
-        dim: dimension of the blocks, −1 or −2. fmt: name of the format. Inserts at the insertion point.
-        """
-        qdata, scale, swapped = stored(qdata, scale)
-        key = qdata, scale, dtype, True
-        if key not in self._values:
-            dim = -3 - dim if swapped else dim
-            cast = Cast.from_node(result_of(qdata)[0])
-            # the scale is a result of the cast, or a view of the scales of square tiles
-            if cast and cast.copy.is_mx and (cast.copy.is_square or scale.target is operator.getitem):
-                values = replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR)
-                self._values[key] = self._cast(cast, values, like)
-            else:
-                self._values[key] = self._decoded(qdata, scale, dim, fmt, True, dtype, like)
-        value = self._values[key]
-        return transpose(value, self._build) if swapped else value
-
-    def elements(
-        self, qdata: fx.Node, scale: fx.Node, dim: int, fmt: str, dtype: torch.dtype, like: fx.Node
-    ) -> tuple[fx.Node, fx.Node]:
-        """Returns the elements of an operand, exact in `dtype`, and their scales. Arguments: see `value`."""
-        qdata, scale, swapped = stored(qdata, scale)
-        key = qdata, scale, dtype, False
-        if key not in self._values:
-            dim = -3 - dim if swapped else dim
-            self._values[key] = self._decoded(qdata, scale, dim, fmt, False, dtype, like)
-        value = self._values[key]
-        if swapped:
-            return transpose(value, self._build), transpose(scale, self._build)
-        return value, scale
-
-    def _decoded(
         self,
         qdata: fx.Node,
         scale: fx.Node,
         dim: int,
         fmt: str,
-        scaled: bool,
         dtype: torch.dtype,
         like: fx.Node,
+        *,
+        scaled: bool = True,
+    ) -> fx.Node:
+        """Returns the operand in `dtype` with the strides of `qdata`, from its source if the graph casts it.
+
+        dim: dimension of the blocks, −1 or −2. fmt: name of the format. scaled: whether the scales multiply
+        the elements, which are exact in `dtype`. Inserts at the insertion point.
+        """
+        qdata, scale, swapped = stored(qdata, scale)
+        key = qdata, scale, dtype, scaled
+        if key not in self._values:
+            self._values[key] = self._operand(
+                qdata, scale, -3 - dim if swapped else dim, fmt, dtype, like, scaled
+            )
+        value = self._values[key]
+        return transpose(value, self._build) if swapped else value
+
+    def _operand(
+        self,
+        qdata: fx.Node,
+        scale: fx.Node,
+        dim: int,
+        fmt: str,
+        dtype: torch.dtype,
+        like: fx.Node,
+        scaled: bool,
     ) -> fx.Node:
         cast = Cast.from_node(result_of(qdata)[0])
+        # the scale is a result of the cast, or a view of the scales of square tiles
+        is_mx = scaled and cast is not None and cast.copy.is_mx
+        if cast and is_mx and (cast.copy.is_square or scale.target is operator.getitem):
+            return self._cast(cast, replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR), like)
         if cast is not None and cast.node is result_of(scale)[0]:
             part = CopyPart.CODES if scaled else CopyPart.ELEMENTS
             values = Copy(format=cast.form, dim=cast.side, dtype=dtype, part=part)
@@ -85,8 +79,7 @@ class DequantizedOperands:
         unpack = Unpack.from_node(qdata) if scaled else None
         if unpack is not None:
             qdata, dim, fmt = unpack.qdata, unpack.block_dim, unpack.fmt
-        factor = scale if scaled else None
-        return self._build.call(ops.decode, qdata, factor, dim, fmt, dtype, like=like)
+        return self._build.call(ops.decode, qdata, scale if scaled else None, dim, fmt, dtype, like=like)
 
     def _cast(self, cast: Cast, values: Copy, like: fx.Node, **changes: Any) -> fx.Node:
         """Returns the copy `values` of the source of `cast`. changes: replaced arguments of the cast."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 from typing import cast as cast_to
 
 import torch
@@ -39,7 +39,7 @@ from mxcompile.graph.transpose import transpose
 from mxcompile.lowering.choices import configs, defaults
 from mxcompile.lowering.choices.families import TABLE, Family, lacking
 from mxcompile.lowering.graph.lowering_pass import NATIVE, LoweringPass, Reasons
-from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.native import unmet
 from mxcompile.lowering.graph.operands import stored
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
@@ -55,31 +55,29 @@ class Packed(LoweringPass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of FP4 operands that are not packed."""
-        products = ((node, Product.from_node(node)) for node in graph.nodes)
-        of_elements = ((node, product) for node, product in products if product and not product.is_packed)
-        return (node for node, product in of_elements if TABLE[self.family].takes(product.forms))
+        products = (product for product in Product.calls(graph) if not product.is_packed)
+        return (product.node for product in products if TABLE[self.family].takes(product.forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replaces the candidates that the chip multiplies. Returns the reasons why others stay."""
         reasons: dict[fx.Node, str] = {}
-        native = Native(target=self.target, device=self.device)
         operands = _PackedOperands(Builder(graph, self.name), self.target)
         for node in list(self.candidates(graph)):
             product = Product.read(node)
             lack = lacking(self.family, product.forms, self.target)
-            if unmet := lack or native.unmet(product) or _unmet(product):
-                reasons[node] = unmet
+            if reason := lack or unmet(product, self.device) or _unmet_scales(product):
+                reasons[node] = reason
                 continue
             sides = [_Side.from_operand(*side, index) for index, side in enumerate(product.sides)]
-            if unmet := next((side for side in sides if isinstance(side, str)), ""):
-                reasons[node] = unmet
+            if reason := next((side for side in sides if isinstance(side, str)), ""):
+                reasons[node] = reason
             else:
                 _replace(product, [side for side in sides if isinstance(side, _Side)], operands)
         dead.eliminate(graph)
         return reasons
 
 
-def _unmet(product: Product) -> str:
+def _unmet_scales(product: Product) -> str:
     """Returns why the tensor scales of `product` keep the chip from multiplying it, or ""."""
     if not product.forms[0].two_level:
         return ""
@@ -116,16 +114,11 @@ class _Side:
         encode = Cast.from_node(cast) if cast is scale_cast else None
         if encode is None or tensor(encode.x) is None or encode.scale is not None:
             return "an operand was cast in another graph"
-        if all(size == 1 for size in _packed_size(encode, dim)):
+        packed = [*value_of(encode.x).shape]
+        packed[dim] = (packed[dim] + 1) // 2
+        if all(size == 1 for size in packed):
             return "an operand is one byte"
         return _Side(source=encode, scale=scale, dim=dim)
-
-
-def _packed_size(encode: Cast, dim: int) -> list[Any]:
-    """Returns the shape of the packed bytes of a cast."""
-    size = [*value_of(encode.x).shape]
-    size[dim] = (size[dim] + 1) // 2
-    return size
 
 
 def _replace(product: Product, sides: list[_Side], operands: _PackedOperands) -> None:
@@ -195,7 +188,7 @@ class _PackedOperands:
             args = source, [str(copy)], cast.seed, cast.stream, None, amax and [amax]
             pair = self.build.call(ops.cast, *args, like=cast.node)
             first, second = self.build.results(pair)
-        pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
+        pair.meta = cast.node.meta | pair.meta
         return first, second
 
     def _largest(self, transformed: fx.Node, amax: fx.Node, form: Format) -> fx.Node:

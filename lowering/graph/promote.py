@@ -20,29 +20,15 @@ from mxcompile import ops
 from mxcompile.graph import dead
 from mxcompile.graph.attention import BACKENDS
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, CONVOLUTIONS, aten, packet
+from mxcompile.graph.opsets import CONVOLUTIONS, MATMULS, aten, packet
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.ops.view import Dequantize
 
 _ATTENTION = BACKENDS["cpu"]
-_PRODUCTS = frozenset(
-    {
-        aten.mm,
-        aten.addmm,
-        aten.bmm,
-        aten.baddbmm,
-        aten.mv,
-        aten.addmv,
-        aten.addbmm,
-        aten._grouped_mm,
-        _ATTENTION.forward,
-        _ATTENTION.backward,
-    }
-    | CONVOLUTIONS
-    | CONVOLUTION_BACKWARD
-)
+_DENSE = MATMULS - {aten.linear, aten._sparse_mm, aten._sparse_addmm}
+_PRODUCTS = _DENSE | CONVOLUTIONS | {_ATTENTION.forward, _ATTENTION.backward}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +44,7 @@ class Promote(LoweringPass):
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Widens the operands of the slow products of `graph`, and names their kernels in tags."""
-        if not (self.promotes or any(_is_mx(node) for node in graph.nodes)):
+        if not (self.promotes or any(str(packet(node)).startswith("mx.") for node in graph.nodes)):
             return NO_REASONS
         promoter = _Promoter(graph, self.target.slow_dtypes)
         for node in list(graph.nodes):
@@ -66,10 +52,6 @@ class Promote(LoweringPass):
                 promoter.promote(node)
         dead.eliminate(graph)
         return NO_REASONS
-
-
-def _is_mx(node: fx.Node) -> bool:
-    return str(packet(node)).startswith("mx.")
 
 
 class _Promoter:
@@ -126,19 +108,16 @@ class _Promoter:
         if value is None or not self._takes(value):
             return operand
         if operand not in self._wide:
-            wide = self._dequantized(operand)
-            self._wide[operand] = wide or self._build.converted(operand, torch.float32, operand)
+            source, swapped = untransposed(operand)
+            dequantize = Dequantize.from_node(source)
+            # two-level values are rounded to the narrow dtype; decoding to FP32 would not round them
+            if dequantize is None or dequantize.global_scale is not None:
+                wide = self._build.converted(operand, torch.float32, operand)
+            else:
+                wide = self._build.call(ops.decode, *dequantize.arguments(dtype=torch.float32), like=source)
+                wide = transpose(wide, self._build) if swapped else wide
+            self._wide[operand] = wide
         return self._wide[operand]
-
-    def _dequantized(self, operand: fx.Node) -> fx.Node | None:
-        """Returns `operand` decoded to FP32 if it is dequantized data, else None."""
-        source, swapped = untransposed(operand)
-        dequantize = Dequantize.from_node(source)
-        # two-level values are rounded to the narrow dtype; decoding to FP32 would not round them
-        if dequantize is None or dequantize.global_scale is not None:
-            return None
-        value = self._build.call(ops.decode, *dequantize.arguments(dtype=torch.float32), like=source)
-        return transpose(value, self._build) if swapped else value
 
 
 def _offsets(node: fx.Node) -> fx.Node | None:

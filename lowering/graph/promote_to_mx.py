@@ -20,12 +20,11 @@ from mxcompile import ops
 from mxcompile.formats import Format, ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import set_tag, tags_of, value_of
 from mxcompile.lowering.choices.epilogue import is_native
 from mxcompile.lowering.choices.families import TABLE, Family, lacking
 from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
-from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.native import unmet
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
 
@@ -39,20 +38,19 @@ class PromoteToMX(NativePass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of other formats with power-of-two scales or E8M0 scales."""
-        products = (node for node in graph.nodes if packet(node) in ops.PRODUCTS and not is_native(node))
-        return (node for node in products if TABLE[self.family].takes(Product.read(node).forms))
+        products = (product for product in Product.calls(graph) if not is_native(product.node))
+        return (product.node for product in products if TABLE[self.family].takes(product.forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replaces the candidates of `graph`. Returns the reasons why other products stay."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
-        native = Native(target=self.target, device=self.device)
         reasons: dict[fx.Node, str] = {}
         for node in list(self.candidates(graph)):
             product = Product.read(node)
             lack = lacking(self.family, product.forms, self.target)
-            if unmet := lack or native.unmet(product):
-                reasons[node] = unmet
+            if reason := lack or unmet(product, self.device):
+                reasons[node] = reason
                 continue
             with graph.inserting_before(node):
                 a, b = (self._operand(build, operands, product, side) for side in (0, 1))
@@ -73,7 +71,7 @@ class PromoteToMX(NativePass):
         elem = form.mx_elem
         assert elem is not None
         if form.elem.is_coded:
-            qdata, scale = operands.elements(qdata, scale, dim, str(form), elem.dtype, node)
+            qdata = operands.value(qdata, scale, dim, str(form), elem.dtype, node, scaled=False)
         matrices = value.ndim == out.ndim == 2 and not product.is_grouped
         layout = self.target.scale_layout if matrices else ScaleLayout.ROW_MAJOR
         args = (scale, qdata, dim, str(form), str(layout))

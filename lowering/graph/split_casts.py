@@ -32,9 +32,8 @@ class SplitCasts(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Splits the casts of `graph`; parts without a reader disappear."""
         build, cpp = Builder(graph, self.name), self.device == "cpu" and not kernel.obstacle()
-        for node in graph.find_nodes(op="call_function", target=ops.cast):
-            cast = Cast.from_node(node)
-            if cast is None or cast.copy.is_mx or cast.form.packed or (cpp and has_kernel(cast.copy)):
+        for cast in Cast.calls(graph):
+            if cast.copy.is_mx or cast.form.packed or (cpp and has_kernel(cast.copy)):
                 continue
             if len(cast.copy.specs(value_of(cast.x))) > 1:
                 _split(build, cast)

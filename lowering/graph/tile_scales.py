@@ -23,7 +23,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import is_empty, tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
-from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.native import unmet
 from mxcompile.ops.view import Cast, Product, results_of
 
 
@@ -41,16 +41,9 @@ class TileScales(NativePass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Changes the casts of `graph` whose scales only products on the target's MX GEMM read."""
         build = Builder(graph, self.name)
-        native = Native(target=self.target, device=self.device)
-        for node in graph.find_nodes(op="call_function", target=ops.cast):
-            cast = Cast.from_node(node)
-            uses = [use for index, result in results_of(node) if index == 1 for use in readers(result)]
-            if (
-                cast is not None
-                and uses
-                and _can_tile(cast)
-                and all(_takes_tiles(native, *use) for use in uses)
-            ):
+        for cast in Cast.calls(graph):
+            uses = [use for index, result in results_of(cast.node) if index == 1 for use in readers(result)]
+            if uses and _can_tile(cast) and all(_takes_tiles(*use, self.device) for use in uses):
                 _tile(build, cast, uses)
         dead.eliminate(graph)
         return NO_REASONS
@@ -63,12 +56,12 @@ def _can_tile(cast: Cast) -> bool:
     return plain and value is not None and value.ndim == 2 and not is_empty(value.shape)
 
 
-def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
+def _takes_tiles(user: fx.Node, scale: fx.Node, device: str) -> bool:
     """Whether `user` is a product of matrices on the MX GEMM, and `scale` a scale of its operands."""
     out, product = tensor(user), Product.from_node(user) if user.target is ops.matmul else None
     if product is None or not product.is_mx or scale not in (product.scale_a, product.scale_b):
         return False
-    return out is not None and out.ndim == 2 and not native.unmet(product)
+    return out is not None and out.ndim == 2 and not unmet(product, device)
 
 
 def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> None:
@@ -77,7 +70,7 @@ def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> No
     with build.graph.inserting_before(node):
         new_node = build.call(ops.cast, *cast.arguments(copies=[str(tiled)]), like=node)
         results = build.results(new_node)
-    new_node.meta = {**node.meta, **new_node.meta}
+    new_node.meta = node.meta | new_node.meta
     for user, scale in uses:
         user.replace_input_with(scale, results[1])
     for index, old in list(results_of(node)):

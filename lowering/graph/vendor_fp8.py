@@ -13,8 +13,11 @@ The GEMM needs the contraction innermost in both operands: an operand with anoth
 copy. If casts have templates, a separate cast writes that copy (see `merge_casts`), and the pass runs on the
 joint graph, so that forward saves the copy that backward reads. On gfx942 the exponent bias of elements is
 larger by one (``fnuz``): the same bits have half the value, except −0 and NaN, and doubled scales compensate
-for it. `expand` emulates products that the GEMM does not take (see `fp8_requirements`), with a reason.
-Accumulation is in FP32.
+for it. `expand` emulates products that the GEMM does not take, with the requirement that they violate as the
+reason. Accumulation is in FP32.
+
+Source of the requirements: the checks of `torch._scaled_mm` (torch/_meta_registrations.py,
+ATen/native/cuda/ScaledBlas.cpp).
 """
 
 from __future__ import annotations
@@ -24,23 +27,33 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.formats import FNUZ, WHOLE, Copy, CopyPart, Format, Tile
+from mxcompile.formats import E5M2, FNUZ, WHOLE, Copy, CopyPart, Format, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
-from mxcompile.graph.tags import set_tag, tags_of, value_of
+from mxcompile.graph.tags import is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.configs import contiguous
 from mxcompile.lowering.choices.epilogue import is_native
 from mxcompile.lowering.choices.families import TABLE, Family, lacking, runs
-from mxcompile.lowering.graph.fp8_requirements import unmet
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
 from mxcompile.lowering.graph.merge_casts import is_fp8
 from mxcompile.ops.view import Cast, Product, result_of, results_of
+
+_MULTIPLE = 16
+"""The sizes of the right operand are multiples of this."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+_ALIGNED = 4
+"""The number of scales along their innermost dimension is a multiple of this: 16 bytes."""
+
+_BLOCKS_SINCE = (12, 9)
+"""The first CUDA whose GEMM takes block scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +90,47 @@ class JointVendorFP8(VendorFP8):
     """Runs FP8 products on the vendor's GEMM, with transposed copies from casts of the joint graph."""
 
     templates: ClassVar[tuple[str, ...]] = FP8_CASTS
+
+
+def unmet(product: Product, device: str) -> str:
+    """Returns the reason why the vendor's FP8 GEMM does not take `product`, or "".
+
+    product: operands are FP8 with FP32 scales. device: device type of the target's tensors.
+    """
+    lhs, rhs = product.forms
+    out, a, b = map(value_of, (product.node, product.a, product.b))
+    if a.ndim != 2:
+        return "no FP8 GEMM for batches of matrices"
+    if out.device.type != device:
+        return "it is not on the target's device"
+    sizes = zip("kn", b.shape, strict=True)
+    odd = [f"{key}={size}" for key, size in sizes if not isinstance(size, int) or size % _MULTIPLE]
+    if odd or is_empty((*out.shape, b.shape[0])):
+        return f"the FP8 GEMM takes multiples of {_MULTIPLE} ({', '.join(odd) or 'empty'})"
+    if rhs.elem == E5M2 and (lhs.elem == E5M2 or lhs.tile == Tile.CHANNEL):
+        return "the FP8 GEMM takes no E5M2 on the right"
+    if lhs.tile == Tile.CHANNEL and out.dtype is not torch.bfloat16:
+        return "the FP8 GEMM with a scale per channel gives BF16"
+    if lhs.tile.along != WHOLE and (reason := _unmet_blocks(a, rhs.tile)):
+        return reason
+    bias = tensor(product.bias)
+    if bias is not None and not (bias.ndim == 1 and bias.dtype is out.dtype and out.dtype in _HALVES):
+        return "the FP8 GEMM takes a vector bias in its result's half precision"
+    return ""
+
+
+def _unmet_blocks(a: Tensor, right: Tile) -> str:
+    """Returns the violated requirement of a GEMM with several scales along K, or ""."""
+    version = torch.version.cuda
+    if version is not None and tuple(map(int, version.split(".")[:2])) < _BLOCKS_SINCE:
+        return f"the FP8 GEMM takes block scales from CUDA 12.9 on (this is {version})"
+    rows, k = a.shape
+    if not isinstance(rows, int) or rows % _ALIGNED:
+        return f"the FP8 GEMM with block scales takes multiples of {_ALIGNED} rows (m={rows})"
+    num_blocks = -(-k // right.along)
+    if right.across > 1 and num_blocks % _ALIGNED:
+        return f"the FP8 GEMM takes multiples of {_ALIGNED} blocks along k ({num_blocks})"
+    return ""
 
 
 def _replace(product: Product, copies: _Copies) -> None:
@@ -172,6 +226,6 @@ class _Copies:
         part = CopyPart.ELEMENTS
         copy = Copy(format=cast.form, dim=cast.side, part=part, transposed=True, fnuz=self.fnuz)
         new_node = self.build.call(ops.cast, cast.x, [str(copy)], None, 0, [scale], like=node)
-        new_node.meta.update({key: value for key, value in node.meta.items() if key not in new_node.meta})
+        new_node.meta = node.meta | new_node.meta
         (result,) = self.build.results(new_node)
         return result

@@ -16,7 +16,7 @@ faster; on CPUs only if the weight is small, because parts of a large weight are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -43,13 +43,16 @@ from mxcompile.ops.view import Dequantize, Product, Unpack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Weight:
-    """A stored weight.
+class _Use:
+    """The product `node` of `x`, which the kernel reads in `dtype`, and a stored weight.
 
-    swapped: whether the product's right operand is its transpose. form: its format. global_scale: as in
-    ``mx.decode``.
+    swapped: whether the right operand is the weight's transpose. form: the weight's format. global_scale: as
+    in ``mx.decode``.
     """
 
+    node: fx.Node
+    x: fx.Node
+    dtype: torch.dtype
     qdata: fx.Node
     scale: fx.Node
     swapped: bool
@@ -57,8 +60,13 @@ class _Weight:
     global_scale: fx.Node | None = None
 
     @property
+    def rows(self) -> int:
+        """The number of rows of x."""
+        return hint(value_of(self.node).shape[0])
+
+    @property
     def shape(self) -> tuple[Any, ...]:
-        """The shape of the values, with blocks along the last dimension."""
+        """The shape of the weight's values, with blocks along the last dimension."""
         return tuple(decoded_shape(value_of(self.qdata).shape, -1, self.form))
 
 
@@ -71,174 +79,148 @@ class WeightOnly(LoweringPass):
     templates: ClassVar[tuple[str, ...]] = ("templates.weight_only",)
 
     @property
+    def _on_cpu(self) -> bool:
+        return self.target.device == "cpu"
+
+    @property
     def obstacle(self) -> str:
         """The reason why the kernels cannot be used, or ""."""
         return kernel.obstacle() if self._on_cpu else optional.obstacle(*self.templates)
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Yields the products of `graph` that the kernel supports."""
-        for node in list(graph.nodes):
-            takes = self._takes if node.target is ops.matmul else self._takes_plain
-            if takes(node):
-                yield node
+        return (use.node for use in self._uses(graph))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replaces the candidates of `graph`, and names the kernel in their tags."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
-        for node in self.candidates(graph):
-            if node.target is ops.matmul:
-                self._replace(node, build, operands)
-            else:
-                self._replace_plain(node, build)
+        for use in self._uses(graph):
+            self._replace(use, build, operands)
         dead.eliminate(graph)
         return NO_REASONS
 
-    def _takes(self, node: fx.Node) -> bool:
-        product = Product.read(node)
-        if any(tag.kernel for tag in tags_of(node)):
-            return False  # another pass chose a kernel
-        weight, out = _operand(product), tensor(node)
-        if out is None or not runs(self.family, (product.forms[0], weight.form), self.target):
-            return False
+    def _uses(self, graph: fx.Graph) -> Iterator[_Use]:
+        for node in list(graph.nodes):
+            use = self._of_quantized(node) if node.target is ops.matmul else _of_plain(node)
+            if use is not None and self._fits(use):
+                yield use
+
+    def _of_quantized(self, node: fx.Node) -> _Use | None:
+        product, out = Product.read(node), tensor(node)
+        if out is None or any(tag.kernel for tag in tags_of(node)):  # another pass chose a kernel
+            return None
+        qdata, scale, swapped = stored(product.b, product.scale_b)
+        form, unpack = product.forms[1], Unpack.from_node(qdata)
+        if unpack is not None:
+            qdata, form = unpack.qdata, unpack.form
+        if not runs(self.family, (product.forms[0], form), self.target):
+            return None
         if product.tensors and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
-            return False  # for more rows the vendor's GEMM would round the result before the FP32 scales
-        return self._fits(node, product.a, working_dtype(out.dtype, self.target), weight)
+            return None  # for more rows the vendor's GEMM would round the result before the FP32 scales
+        return _Use(
+            node=node,
+            x=product.a,
+            dtype=working_dtype(out.dtype, self.target),
+            qdata=qdata,
+            scale=scale,
+            swapped=swapped,
+            form=form,
+        )
 
-    def _takes_plain(self, node: fx.Node) -> bool:
-        """Whether `node` is an unquantized product of a matrix and a stored weight."""
-        if packet(node) not in (aten.mm, aten.addmm) or node.kwargs or not tags_of(node):
-            return False
-        x, (weight, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        out, dequantize = tensor(node), Dequantize.from_node(weight)
-        if out is None or dequantize is None or dequantize.dtype is not out.dtype:
-            return False
-        along = -1 if swapped else -2
-        if dequantize.block_dim not in (along, along + 2):
-            return False
-        return self._fits(node, x, value_of(x).dtype, _dequantized(dequantize, swapped))
-
-    def _fits(self, node: fx.Node, x: fx.Node, dtype: torch.dtype, stored_weight: _Weight) -> bool:
-        """Whether the kernel supports the product `node` of `x`, read in `dtype`, and `stored_weight`."""
-        qdata, scale, swapped = stored_weight.qdata, stored_weight.scale, stored_weight.swapped
-        out, a = tensor(node), tensor(x)
-        weight, scales = tensor(qdata), tensor(scale)
+    def _fits(self, use: _Use) -> bool:
+        """Whether the kernel supports the product."""
+        out, a, weight, scales = map(tensor, (use.node, use.x, use.qdata, use.scale))
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
         if not a.ndim == weight.ndim == scales.ndim == 2:
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
             return False
-        if self._on_cpu and not (swapped and weight.is_contiguous() and scales.is_contiguous()):
+        if self._on_cpu and not (use.swapped and weight.is_contiguous() and scales.is_contiguous()):
             return False  # the kernel reads it in memory order
-        if not (_is_input(qdata) and _is_input(scale)):
+        if not (_is_input(use.qdata) and _is_input(use.scale)):
             return False
+        dtype = working_dtype(out.dtype, self.target)
         if self._on_cpu:
-            if hint(out.shape[0]) <= MOST_ROWS or self._many_rows(node, dtype, stored_weight):
-                return True
-            return bool(parts_of(stored_weight.shape, working_dtype(out.dtype, self.target)))
-        return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
+            return use.rows <= MOST_ROWS or bool(self._many_rows(use) or parts_of(use.shape, dtype))
+        return use.rows <= most_rows(self.target, dtype)
 
-    def _many_rows(self, node: fx.Node, dtype: torch.dtype, stored_weight: _Weight) -> str:
-        """Returns the CPU's kernel for the many rows of `dtype` of `node` times `stored_weight`, or ""."""
-        kernel_name, k = self.target.many_rows, stored_weight.shape[-1]
-        if not kernel_name or dtype is not torch.bfloat16 or not stored_weight.swapped:
+    def _many_rows(self, use: _Use) -> str:
+        """Returns the CPU's kernel for the many rows of the product, or ""."""
+        kernel_name, k = self.target.many_rows, use.shape[-1]
+        if not kernel_name or use.dtype is not torch.bfloat16 or not use.swapped:
             return ""
-        if hint(value_of(node).shape[0]) < LEAST_ROWS[kernel_name]:
-            return ""
-        if COMPILED_FOR[kernel_name] not in kernel.instructions():
+        if use.rows < LEAST_ROWS[kernel_name] or COMPILED_FOR[kernel_name] not in kernel.instructions():
             return ""
         is_long = isinstance(k, int) and k >= LONG
-        takes = is_long and TABLE[Family.INTEGER].takes([stored_weight.form])
+        takes = is_long and TABLE[Family.INTEGER].takes([use.form])
         return kernel_name if kernel_name != INT16 or takes else ""
 
-    def _replace(self, node: fx.Node, build: Builder, operands: DequantizedOperands) -> None:
-        out, product = value_of(node), Product.read(node)
-        dtype = working_dtype(out.dtype, self.target)
+    def _replace(self, use: _Use, build: Builder, operands: DequantizedOperands) -> None:
+        node, x, out_dtype = use.node, use.x, value_of(use.node).dtype
+        product = Product.from_node(node)
         with build.graph.inserting_before(node):
-            x = operands.value(product.a, product.scale_a, -1, dtype, node, product.format_a)
-            if not product.tensors:
-                result = self._product(node, build, x, _operand(product), product.bias, out.dtype)
+            if product is None:
+                bias = node.args[0] if packet(node) is aten.addmm else None
+                if self._on_cpu and use.rows > MOST_ROWS and not self._many_rows(use):
+                    # the vendor's GEMM multiplies it
+                    x = build.converted(x, working_dtype(out_dtype, self.target), node)
+                result = self._product(use, x, bias, out_dtype, build)
             else:
-                result = self._product(node, build, x, _operand(product), None, torch.float32)
-                result = scaled(result, factors_of(product, build), product.bias, build, node)
-                result = build.converted(result, out.dtype, node)
+                x = operands.value(x, product.scale_a, -1, product.format_a, use.dtype, node)
+                if not product.tensors:
+                    result = self._product(use, x, product.bias, out_dtype, build)
+                else:
+                    result = self._product(use, x, None, torch.float32, build)
+                    result = scaled(result, factors_of(product, build), product.bias, build, node)
+                    result = build.converted(result, out_dtype, node)
         build.replace(node, result)
 
-    def _replace_plain(self, node: fx.Node, build: Builder) -> None:
-        x, (source, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        weight = _dequantized(Dequantize.read(source), swapped)
-        bias = node.args[0] if packet(node) is aten.addmm else None
-        with build.graph.inserting_before(node):
-            x = self._widened(x, weight, node, build)
-            result = self._product(node, build, x, weight, bias, value_of(node).dtype)
-        build.replace(node, result)
-
-    def _widened(self, x: fx.Node, stored_weight: _Weight, node: fx.Node, build: Builder) -> fx.Node:
-        """Returns `x`, in the dtype of the vendor's GEMM if that multiplies it on a CPU."""
-        out = value_of(node)
-        if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS:
-            return x
-        if self._many_rows(node, value_of(x).dtype, stored_weight):
-            return x
-        return build.converted(x, working_dtype(out.dtype, self.target), node)
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self.target.device == "cpu"
-
-    def _product(
-        self,
-        node: fx.Node,
-        build: Builder,
-        x: fx.Node,
-        stored_weight: _Weight,
-        bias: Any,
-        out_dtype: torch.dtype,
-    ) -> fx.Node:
-        """Returns the product of `x` and `stored_weight` in `out_dtype`, with the tags of `node`."""
-        weight, scale, whole = stored_weight.qdata, stored_weight.scale, stored_weight.global_scale
-        if not stored_weight.swapped:
+    def _product(self, use: _Use, x: fx.Node, bias: Any, out_dtype: torch.dtype, build: Builder) -> fx.Node:
+        """Returns the product of `x` and the weight in `out_dtype`, with the tags of the replaced node."""
+        weight, scale, node = use.qdata, use.scale, use.node
+        if not use.swapped:
             weight, scale = (transpose(part, build) for part in (weight, scale))
-        form = stored_weight.form
-        args = [str(form)] if whole is None else [str(form), whole]
+        args = [str(use.form)] if use.global_scale is None else [str(use.form), use.global_scale]
         result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *args, like=node)
-        form_name = self._form(node, stored_weight, value_of(weight).shape, value_of(x).dtype)
-        kernel_name = f"mx_weight_only_mm {form_name}"
+        kernel_name = f"mx_weight_only_mm {self._form(use)}"
         set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel_name)) for tag in tags_of(node)))
         return result
 
-    def _form(self, node: fx.Node, stored_weight: _Weight, size: Sequence[Any], dtype: torch.dtype) -> str:
-        """Returns the name of the kernel's form for rows of `dtype`, and a weight read as `size`."""
-        shape, rows = stored_weight.shape if stored_weight.swapped else size, hint(value_of(node).shape[0])
+    def _form(self, use: _Use) -> str:
+        """Returns the name of the form in which the kernel runs."""
         if self._on_cpu:
-            dequantized = f"dequantized in {len(parts_of(shape, dtype))} parts, mm"
-            few = "C++" if rows <= MOST_ROWS else dequantized
-            return self._many_rows(node, dtype, stored_weight) or few
-        n, k = map(hint, shape)
-        choices = forms(rows, n, k, dtype, self.target, packed=stored_weight.form.packed)
+            num_parts = len(parts_of(use.shape, working_dtype(value_of(use.node).dtype, self.target)))
+            few = "C++" if use.rows <= MOST_ROWS else f"dequantized in {num_parts} parts, mm"
+            return self._many_rows(use) or few
+        n, k = map(hint, use.shape if use.swapped else reversed(value_of(use.qdata).shape))
+        choices = forms(use.rows, n, k, use.dtype, self.target, packed=use.form.packed)
         return choices[0].one_of(len(choices))
 
 
-def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
-    """Returns the weight that `dequantize` decodes. swapped: whether the product reads its transpose."""
+def _of_plain(node: fx.Node) -> _Use | None:
+    """Returns the use if `node` is an unquantized product of a matrix and a stored weight, else None."""
+    if packet(node) not in (aten.mm, aten.addmm) or node.kwargs or not tags_of(node):
+        return None
+    x, (weight, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
+    out, dequantize = tensor(node), Dequantize.from_node(weight)
+    if out is None or dequantize is None or dequantize.dtype is not out.dtype:
+        return None
+    along = -1 if swapped else -2
+    if dequantize.block_dim not in (along, along + 2):
+        return None
     (qdata, turned), (scale, _) = untransposed(dequantize.qdata), untransposed(dequantize.scale)
-    return _Weight(
+    return _Use(
+        node=node,
+        x=x,
+        dtype=value_of(x).dtype,
         qdata=qdata,
         scale=scale,
         swapped=swapped != turned,
         form=dequantize.form,
         global_scale=dequantize.global_scale,
     )
-
-
-def _operand(product: Product) -> _Weight:
-    """Returns the right operand of `product` as stored, before its transposes and unpacking."""
-    qdata, scale, swapped = stored(product.b, product.scale_b)
-    unpack = Unpack.from_node(qdata)
-    if unpack is None:
-        return _Weight(qdata=qdata, scale=scale, swapped=swapped, form=product.forms[1])
-    return _Weight(qdata=unpack.qdata, scale=scale, swapped=swapped, form=unpack.form)
 
 
 def _is_input(node: Any) -> bool:

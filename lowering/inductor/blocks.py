@@ -71,22 +71,19 @@ class ScaleBlocks:
             mask = inside if mask is None else inductor.logical_and(mask, inside)
         return body() if mask is None else inductor.masked(mask, body, 0.0)
 
-    def pointwise(self, dtype: torch.dtype, body: Callable[[Index, Index], Any]) -> ir.TensorBox:
+    def pointwise(
+        self, dtype: torch.dtype, body: Callable[[Index, Index], Any], dims: list[int] | None = None
+    ) -> ir.TensorBox:
         """Returns a tensor of the shape of x; `body` takes the indices of an element and of its block.
+
+        dims: the dimensions with several elements per index; with fewer than all that the tile has, the other
+        dimensions have an element for each block.
 
         Iterates block by block, so that the scale of a block is loaded once. A short last block is computed
         in full and cropped. An integer division of the element's index would be simpler, but Inductor's C++
         loop splitting drops the remainder.
         """
-        return self._by_block(dtype, self.dims, body)
-
-    def repeated(self, dtype: torch.dtype, dim: int, body: Load) -> ir.TensorBox:
-        """Returns a tensor with a value per block, repeated for each element along `dim`."""
-        return self._by_block(dtype, [dim], lambda _, block: body(block))
-
-    def _by_block(
-        self, dtype: torch.dtype, dims: list[int], body: Callable[[Index, Index], Any]
-    ) -> ir.TensorBox:
+        dims = self.dims if dims is None else dims
         split: list[Any] = []
         positions: list[int] = []
         sizes = [self.shape[dim] if dim in self.wholes else size for dim, size in enumerate(self.scale_shape)]

@@ -30,7 +30,7 @@ from mxcompile.lowering.chips.tiles import TileConfig, Unsupported
 from mxcompile.lowering.choices.configs import chosen
 from mxcompile.lowering.inductor.blocks import elementwise
 from mxcompile.lowering.inductor.copies import CastCall
-from mxcompile.lowering.inductor.general import fp32_scale_of
+from mxcompile.lowering.inductor.scales import fp32_scale_of
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.matrix import TILE_INDICES, empty, grid

@@ -26,7 +26,7 @@ from mxcompile.formats import BLOCK, Format, Rounding, Tile
 from mxcompile.lowering.chips.tiles import TileConfig
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, as_float, elementwise
-from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_value
+from mxcompile.lowering.inductor.scales import inverse_scale_value, scale_value
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.matrix import empty

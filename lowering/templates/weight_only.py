@@ -7,7 +7,7 @@
 
 The weight is read as it is stored. The form with a dot reads it once for all rows of x. Device functions are
 in `kernels.weight_only_mm`. All sizes are supported; offsets into weights have 64 bits. All other products
-dequantize the weight; `inductor.dequantized` lowers them.
+dequantize the weight; `inductor.decode` lowers them.
 """
 
 from __future__ import annotations

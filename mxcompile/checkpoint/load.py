@@ -23,7 +23,7 @@ from mxcompile.checkpoint.layouts import NO_LAYOUT, readers, weights_in
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_labels
 from mxcompile.lowering.inductor import (
-    casts as casts,  # registers Inductor's dequantize, also for AOTInductor packages
+    decode as decode,  # registers Inductor's dequantize, also for AOTInductor packages
 )
 from mxcompile.models.named import configuration, model_class
 from mxcompile.models.names import joined, user_path

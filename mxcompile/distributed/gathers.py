@@ -31,7 +31,7 @@ from mxcompile.errors import ModelError, OptionError
 from mxcompile.formats import num_blocks
 from mxcompile.models.names import Owner, owners
 from mxcompile.models.wrappers import user_model
-from mxcompile.passes.squares import TileUse, tile_uses
+from mxcompile.passes.weights import TileUse, tile_uses
 from mxcompile.policy import Policy
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import drawn, fitted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -277,15 +277,21 @@ def argument(node: fx.Node, index: int = 0) -> fx.Node:
     return value
 
 
+def reached(start: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yields the nodes of `start`, and all nodes to which `further` leads from them, each once."""
+    pending, seen = [*start], set()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += further(node)
+
+
 def ancestors(node: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
     """Returns `node` and all nodes that it is computed from, up to those for which `stops` is true."""
-    pending, seen = [node], set()
-    while pending:
-        reached = pending.pop()
-        if reached not in seen and not stops(reached):
-            seen.add(reached)
-            pending += reached.all_input_nodes
-    return seen
+    before = reached([node], lambda node: [arg for arg in node.all_input_nodes if not stops(arg)])
+    return set() if stops(node) else set(before)
 
 
 def permutation(node: fx.Node) -> list[int] | None:

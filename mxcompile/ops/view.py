@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -82,6 +83,14 @@ class View:
         view = cls.from_node(node)
         assert view is not None, f"{node.format_node()} is not a call of {cls.__name__}"
         return view
+
+    @classmethod
+    def calls(cls, graph: fx.Graph) -> Iterator[Self]:
+        """Yields the views of the calls of `operators` in `graph`, in order. The graph may change."""
+        nodes = (graph.find_nodes(op="call_function", target=target) for target in cls.operators)
+        for node in sorted(chain.from_iterable(nodes)):
+            if (view := cls.from_node(node)) is not None:
+                yield view
 
     def arguments(self, **changes: Any) -> tuple[Any, ...]:
         """Returns the arguments of this call with `changes`, in order, without trailing defaults."""

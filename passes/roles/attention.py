@@ -12,7 +12,7 @@ from __future__ import annotations
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import GATED, Source
-from mxcompile.passes.roles.statement import Fails, Holds, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, clause
 from mxcompile.passes.roles.uses import BRANCH, QKV
 from mxcompile.policy import Role
 
@@ -39,18 +39,6 @@ def from_attention(site: Site) -> bool:
     return bool(site.sources(Source.ATTENTION)) and not site.sources(Source.STREAM)
 
 
-def _behind_attention(site: Site) -> Holds | Fails:
-    if not site.sources(Source.ATTENTION):
-        return Fails("no attention computes its input")
-    return Holds("an attention computes its input")
-
-
-def _is_no_expert(site: Site) -> Holds | Fails:
-    if site.stacked and site.all_followers(Role.EXPERT_OUT):
-        return Fails("it opens a network of experts, among which the attention divides tokens")
-    return Holds("")
-
-
 def _is_first(site: Site) -> Holds | Fails:
     feeds = site.model.feeds
     straight = feeds.sources(site.origins, Source.ATTENTION)
@@ -61,12 +49,19 @@ def _is_first(site: Site) -> Holds | Fails:
     return Holds("")
 
 
-def _no_stream_in_between(site: Site) -> Holds | Fails:
-    if site.sources(Source.STREAM):
-        return Fails("its input is a residual stream too")
-    return Holds("")
-
-
+_behind_attention = clause(
+    lambda site: site.sources(Source.ATTENTION),
+    "an attention computes its input",
+    "no attention computes its input",
+)
+_no_stream_in_between = clause(
+    lambda site: not site.sources(Source.STREAM), "", "its input is a residual stream too"
+)
+_is_no_expert = clause(
+    lambda site: not (site.stacked and site.all_followers(Role.EXPERT_OUT)),
+    "",
+    "it opens a network of experts, among which the attention divides tokens",
+)
 QKV_LAYER = Statement(role=Role.QKV, clauses=(_reaches_attention,))
 ATTN_OUT = Statement(
     role=Role.ATTN_OUT, clauses=(_behind_attention, _no_stream_in_between, _is_no_expert, _is_first)

@@ -78,12 +78,9 @@ def _labels(root: fx.Node, dims: frozenset[int]) -> int:
     value = tensor(root)
     if value is None:
         return 0
-    ndim, labels = value.ndim, 0
     if packet(root) is aten.convolution:  # pointwise: channels are columns, pixels are rows
         return sum({COLUMN if dim == 1 else ROW for dim in dims})
-    for dim in dims:
-        labels |= {ndim - 1: COLUMN, ndim - 2: ROW}.get(dim, BATCH)
-    return labels
+    return sum({{value.ndim - 1: COLUMN, value.ndim - 2: ROW}.get(dim, BATCH) for dim in dims})
 
 
 def _argument_towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
@@ -94,15 +91,11 @@ def _argument_towards(node: fx.Node, root: fx.Node, through: Container[fx.Node])
     if root in arguments:
         return root
     computed = [arg for arg in arguments if arg.op == "call_function" and tensor(arg) is not None]
-    if len(computed) < 2:
-        return computed[0] if computed else None
-    return max(computed, key=_size)
-
-
-def _size(node: fx.Node) -> tuple[bool, int]:
-    """Returns a sort key: masks, row statistics and numbers are less than the tensor that they apply to."""
-    value = value_of(node)
-    return value.is_floating_point(), numel(value.shape)
+    # masks, row statistics and numbers are less than the tensor that they apply to
+    values = {arg: value_of(arg) for arg in computed}
+    return max(
+        computed, key=lambda arg: (values[arg].is_floating_point(), numel(values[arg].shape)), default=None
+    )
 
 
 def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:

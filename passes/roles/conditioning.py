@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import WHOLE, Source
-from mxcompile.passes.roles.statement import Fails, Holds, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, clause
 from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, SCALES, SHIFTS, STARTS
 from mxcompile.policy import Role
 
@@ -42,10 +42,7 @@ def _is_pooled(site: Site) -> bool:
 _POOLED = frozenset({Source.STREAM, Source.CONVOLUTION})
 
 
-def _is_no_operand(site: Site) -> Holds | Fails:
-    if site.used(QKV | MIXED):
-        return Fails("it is an operand of an attention or a mixer too")
-    return Holds("")
-
-
+_is_no_operand = clause(
+    lambda site: not site.used(QKV | MIXED), "", "it is an operand of an attention or a mixer too"
+)
 CONDITIONING = Statement(role=Role.CONDITIONING, clauses=(_shifts_stream, _is_no_operand))

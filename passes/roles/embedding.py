@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import Source
-from mxcompile.passes.roles.statement import Fails, Holds, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, clause
 from mxcompile.passes.roles.uses import STARTS
 from mxcompile.policy import Role
 
@@ -17,10 +17,7 @@ def _starts_stream(site: Site) -> Holds | Fails:
     return Fails("no residual stream starts with its result")
 
 
-def _is_not_cut(site: Site) -> Holds | Fails:
-    if site.sources(Source.CUT):
-        return Fails("the graph is cut before it, which may hide its role")
-    return Holds("")
-
-
+_is_not_cut = clause(
+    lambda site: not site.sources(Source.CUT), "", "the graph is cut before it, which may hide its role"
+)
 EMBEDDING = Statement(role=Role.EMBEDDING, clauses=(_starts_stream, _is_not_cut))

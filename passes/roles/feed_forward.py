@@ -17,7 +17,7 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import tag_of
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import GATED, Source
-from mxcompile.passes.roles.statement import Fails, Holds, Statement, joins_stream
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, clause, joins_stream
 from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
 
@@ -38,12 +38,6 @@ def _returns_to_width(site: Site) -> Holds | Fails:
     if inputs and {tag.k for tag in first} == {site.tag.n}:
         return Holds("it returns to the width of the input, in a model without residual streams")
     return Fails("it does not return to the width of the input")
-
-
-def _is_combined(site: Site) -> Holds | Fails:
-    if site.used(QKV) and site.stacked:
-        return Holds("its weight is a stack of matrices, and weights by a softmax combine its results")
-    return Fails("no weights by a softmax combine results of a stack of matrices")
 
 
 def _feeds_last(site: Site) -> Holds | Fails:
@@ -70,7 +64,8 @@ def _ends_network(node: fx.Node, site: Site) -> bool:
 
 
 def _is_routed(site: Site) -> Holds | Fails:
-    for near in (site.node, *_partners(site)):
+    network = [*site.activated_layers, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
+    for near in (site.node, *network):
         other = Site(near, site.model)
         who = "its" if near is site.node else f"{named([near])}'s"
         if other.chosen:
@@ -82,11 +77,11 @@ def _is_routed(site: Site) -> Holds | Fails:
     return Fails("no tokens are routed to it")
 
 
-def _partners(site: Site) -> list[fx.Node]:
-    """Returns the other layers of the feed-forward network that the layer at `site` is in."""
-    return [*site.activated_layers, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
-
-
+_is_combined = clause(
+    lambda site: site.used(QKV) and site.stacked,
+    "its weight is a stack of matrices, and weights by a softmax combine its results",
+    "no weights by a softmax combine results of a stack of matrices",
+)
 LONE_EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_reads_activated, _returns_to_width, _is_routed))
 LONE_FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _returns_to_width))
 FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, joins_stream))

@@ -34,6 +34,7 @@ from mxcompile.passes.roles.sources import (
     Marks,
     Origins,
     Source,
+    merged,
 )
 from mxcompile.passes.roles.streams import Streams
 from mxcompile.passes.roles.traits import (
@@ -98,21 +99,17 @@ class FeedsSweep:
 
     def run(self, nodes: Sequence[fx.Node]) -> Feeds:
         """Returns the sources of `nodes`, the forward of the graph in order."""
-        for node in nodes:
-            self._visit(node)
         feeds = self.feeds
+        for node in nodes:
+            arguments = node.all_input_nodes
+            feeds.streams[node] = self._union_streams(arguments)
+            origins = self._traced(node, arguments)
+            if node in self._streams.joins or node in self._streams.skips:
+                origins = self._enter_stream(node, origins)
+            feeds.of_value[node] = origins
         feeds.products.finish()
         feeds.layers = [layer for layer in feeds.layers if layer not in feeds.products.no_layer]
         return feeds
-
-    def _visit(self, node: fx.Node) -> None:
-        feeds = self.feeds
-        arguments = node.all_input_nodes
-        feeds.streams[node] = self._union_streams(arguments)
-        origins = self._traced(node, arguments)
-        if node in self._streams.joins or node in self._streams.skips:
-            origins = self._enter_stream(node, origins)
-        feeds.of_value[node] = origins
 
     def _traced(self, node: fx.Node, arguments: list[fx.Node]) -> Marks:
         if node.op == "placeholder":
@@ -123,7 +120,7 @@ class FeedsSweep:
             if kind is Kind.LINEAR or not traits & CONVOLUTION:
                 return self._matmul(node, kind)
         chosen = self.feeds.chosen
-        origins = self._merged(arguments)
+        origins = merged(self.feeds.of_value[arg] for arg in arguments)
         if traits & SELECTION or (chosen and not chosen.isdisjoint(arguments) and not self._restores(node)):
             chosen.add(node)
         if traits & LOOKUP and Depends.DATA not in self._depends[arguments[0]]:
@@ -166,7 +163,7 @@ class FeedsSweep:
         self.feeds.chosen.discard(node)
         branch = self._streams.joins.get(node)
         kept = [arg for arg in node.all_input_nodes if arg is not branch]
-        sources = origins if branch is None else self._merged(kept)
+        sources = origins if branch is None else merged(self.feeds.of_value[arg] for arg in kept)
         numbers = self.feeds.number
         earlier = [numbers[source] for source in sources if source in numbers and source is not node]
         if not earlier:
@@ -184,18 +181,6 @@ class FeedsSweep:
                 merged = _latest(merged | other) if merged else other
         return merged
 
-    def _merged(self, arguments: list[fx.Node]) -> Marks:
-        merged = _NOTHING
-        for argument in arguments:
-            other = self.feeds.of_value[argument]
-            if not merged:
-                merged = other
-            elif other and other is not merged:
-                merged = dict(merged)
-                for source, marks in other.items():
-                    merged[source] = merged.get(source, 0) | marks
-        return merged
-
     def _marked(self, node: fx.Node, traits: int, origins: Marks) -> Marks:
         added, kept = 0, ~0
         if traits & ACTIVATION:
@@ -204,7 +189,10 @@ class FeedsSweep:
             added |= FILTERED
         if traits & FACTOR and packet(node) is aten.mul and self._is_gate(node):
             added |= GATED
-            self._note_groups(node)
+            first, second = (self.feeds.of_value[arg] for arg in node.all_input_nodes)
+            for layer, marks in first.items():
+                if marks & second.get(layer, 0) & GROUP:  # its groups of output features gate each other
+                    self.feeds.groups[layer] = self._selected[layer]
         if packet(node) is aten.cat and self._adds_features(node):
             added |= BESIDE
         if packet(node) in (aten.select, aten.unbind) and self._selects_group(node, origins):
@@ -232,13 +220,6 @@ class FeedsSweep:
         self._selected.update(dict.fromkeys(origins, value_of(source).shape[dim]))
         return True
 
-    def _note_groups(self, gate: fx.Node) -> None:
-        """Records the layers whose groups of output features `gate` multiplies by each other."""
-        first, second = (self.feeds.of_value[arg] for arg in gate.args[:2] if isinstance(arg, fx.Node))
-        for layer, marks in first.items():
-            if marks & second.get(layer, 0) & GROUP:
-                self.feeds.groups[layer] = self._selected[layer]
-
     def _adds_features(self, node: fx.Node) -> bool:
         """Whether `node` concatenates features of different origins."""
         pieces, dim = argument_of(node, "tensors"), argument_of(node, "dim")
@@ -250,31 +231,26 @@ class FeedsSweep:
 
     def _is_gate(self, node: fx.Node) -> bool:
         """Whether `node` multiplies two results of products elementwise, neither with a single feature."""
-        both = [arg for arg in node.args if isinstance(arg, fx.Node)]
-        return len(both) == 2 and both[0] is not both[1] and all(map(self._can_gate, both))
-
-    def _can_gate(self, node: fx.Node) -> bool:
-        value = tensor(node)
-        origins = self.feeds.of_value.get(node, _NOTHING)
-        is_single = value is None or not value.ndim or value.shape[-1] == 1
-        return not is_single and any(
-            marks & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, marks in origins.items()
-        )
+        for side in node.all_input_nodes:  # each once
+            value, origins = tensor(side), self.feeds.of_value.get(side, _NOTHING)
+            if value is None or not value.ndim or value.shape[-1] == 1:
+                return False
+            if not any(m & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, m in origins.items()):
+                return False
+        return len(node.all_input_nodes) == 2
 
     def _matmul(self, node: fx.Node, kind: Kind) -> Marks:
         feeds = self.feeds
-        match kind:
-            case Kind.LINEAR:
-                return self._linear(node)
-            case Kind.ATTENTION:
-                feeds.products.attention_operator(node, feeds)
-                if Depends.DATA not in self._depends[operands(node)[0]]:
-                    feeds.pooled.add(node)
-                return self._source(node, Source.ATTENTION)
-            case Kind.PRODUCT:
-                return self._product(node)
-            case _:
-                return self._source(node, Source.OPAQUE)
+        if kind is Kind.LINEAR:
+            return self._linear(node)
+        if kind is Kind.PRODUCT:
+            return self._product(node)
+        if kind is not Kind.ATTENTION:
+            return self._source(node, Source.OPAQUE)
+        feeds.products.attention_operator(node, feeds)
+        if Depends.DATA not in self._depends[operands(node)[0]]:
+            feeds.pooled.add(node)
+        return self._source(node, Source.ATTENTION)
 
     def _linear(self, node: fx.Node) -> Marks:
         feeds, data = self.feeds, data_operand(node)
@@ -293,7 +269,7 @@ class FeedsSweep:
         if any(dispatched):
             feeds.chosen.add(node)
         if not all(origins) or any(dispatched):
-            return self._merged(pair)
+            return merged(self.feeds.of_value[arg] for arg in pair)
         for source in (*origins[0], *origins[1]):
             # normalised keys of a linear attention, whose second product is `node`
             if feeds.products.rests_on_queries(source):

@@ -48,6 +48,7 @@ WEIGHT_KEY = "mx_weight"
 """`node.meta` key of an input that is not a parameter but a weight (see `unregistered`)."""
 
 _RANDOM, _REPEATS, _PRODUCT, _VIEW = 1, 2, 4, 8
+_KINDS = ((_RANDOM, RANDOM), (_REPEATS, REPEATS), (_PRODUCT, MATMULS), (_VIEW, VIEWS))
 _NOISE = 16
 """Mark of random numbers, beside the flags of `Depends`."""
 _BY_MARK = tuple(
@@ -88,7 +89,8 @@ def dependencies(
             continue
         kind = kinds.get(id(node.target))
         if kind is None:
-            kind = kinds[id(node.target)] = _kind(node)
+            op = packet(node)
+            kind = kinds[id(node.target)] = sum(bit for bit, members in _KINDS if op in members)
         flags = _NOISE if kind & _RANDOM else 0
         arguments = node.all_input_nodes
         for argument in arguments:
@@ -132,16 +134,6 @@ _PARAMETER, _DATA = Depends.PARAMETER.value, Depends.DATA.value
 def is_derivative(node: fx.Node) -> bool:
     """Whether `node` is part of a derivative that the compiled code takes itself (``torch.func.grad``)."""
     return DERIVATIVE_KEY in node.meta.get("custom", ())
-
-
-def _kind(node: fx.Node) -> int:
-    op = packet(node)
-    return (
-        (_RANDOM if op in RANDOM else 0)
-        | (_REPEATS if op in REPEATS else 0)
-        | (_PRODUCT if op in MATMULS else 0)
-        | (_VIEW if op in VIEWS else 0)
-    )
 
 
 def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
@@ -264,12 +256,9 @@ def picked_stack(node: fx.Node) -> fx.Node | None:
 
 def _is_list_of_numbers(index: Any) -> bool:
     value = tensor(index)
-    return (
-        value is not None
-        and value.ndim <= 1
-        and not value.dtype.is_floating_point
-        and value.dtype is not torch.bool
-    )
+    if value is None or value.ndim > 1:
+        return False
+    return not value.dtype.is_floating_point and value.dtype is not torch.bool
 
 
 def stored(node: fx.Node) -> fx.Node:
@@ -294,7 +283,9 @@ def main_sources(
         return numel(value_of(source).shape), captured is not None and captured.is_parameter
 
     for node in graph.nodes:
-        if depends[node] != Depends.PARAMETER or packet(node) in MATMULS or _is_condition(node):
+        value = tensor(node)
+        is_condition = value is not None and value.dtype is torch.bool
+        if depends[node] != Depends.PARAMETER or packet(node) in MATMULS or is_condition:
             continue
         sources = dict.fromkeys(main[argument] for argument in node.all_input_nodes if argument in main)
         if node.op in ("placeholder", "get_attr"):
@@ -302,8 +293,3 @@ def main_sources(
         elif len(sources) == 1 or (sources and packet(node) not in (aten.cat, aten.stack)):
             main[node] = max(sources, key=rank)
     return main
-
-
-def _is_condition(node: fx.Node) -> bool:
-    value = tensor(node)
-    return value is not None and value.dtype is torch.bool

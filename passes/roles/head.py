@@ -9,15 +9,9 @@ from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import Source
-from mxcompile.passes.roles.statement import Fails, Holds, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, clause
 from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, RESULT, SHIFTS, STARTS
 from mxcompile.policy import Role
-
-
-def _is_table(site: Site) -> Holds | Fails:
-    if site.tied:
-        return Holds("its weight is the table of the embeddings")
-    return Fails("its weight is not the table of the embeddings")
 
 
 def _makes_result(site: Site) -> Holds | Fails:
@@ -40,7 +34,9 @@ def _is_no_part_of_the_body(site: Site) -> Holds | Fails:
 
 def _has_body_before_it(site: Site) -> Holds | Fails:
     if site.streams:
-        return _is_last_behind_stream(site)
+        if site.model.feeds.sources(site.origins, Source.ATTENTION) and not site.used(RESULT):
+            return Fails("it is the first layer behind an attention")
+        return Holds("it stands behind the residual stream")
     if not site.origins or site.sources(Source.INPUT, Source.CUT):
         return Fails("it reads the model's inputs")
     attentions = site.sources(Source.ATTENTION)
@@ -53,17 +49,12 @@ def _has_body_before_it(site: Site) -> Holds | Fails:
     return Holds("it stands behind other layers")
 
 
-def _is_last_behind_stream(site: Site) -> Holds | Fails:
-    behind_attention = site.model.feeds.sources(site.origins, Source.ATTENTION)
-    if behind_attention and not site.used(RESULT):
-        return Fails("it is the first layer behind an attention")
-    return Holds("it stands behind the residual stream")
-
-
-def _does_not_shift(site: Site) -> Holds | Fails:
-    return Fails("it scales or shifts a residual stream") if site.used(SHIFTS) else Holds("")
-
-
+_does_not_shift = clause(lambda site: not site.used(SHIFTS), "", "it scales or shifts a residual stream")
+_is_table = clause(
+    lambda site: site.tied,
+    "its weight is the table of the embeddings",
+    "its weight is not the table of the embeddings",
+)
 TIED_HEAD = Statement(role=Role.HEAD, clauses=(_is_table,))
 HEAD = Statement(
     role=Role.HEAD, clauses=(_makes_result, _is_no_part_of_the_body, _does_not_shift, _has_body_before_it)

@@ -16,7 +16,7 @@ from mxcompile.ops.view import argument_of
 from mxcompile.passes.roles.axes import contracted, data_operand
 from mxcompile.passes.roles.feeds import Feeds
 from mxcompile.passes.roles.flow import stored
-from mxcompile.passes.roles.sources import BENT, Marks, Source
+from mxcompile.passes.roles.sources import BENT, Marks, Source, merged
 from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
 from mxcompile.report.forms.words import listed
@@ -183,11 +183,7 @@ def _beyond(origins: Marks, feeds: Feeds) -> Marks:
         )
         if not linear:
             break
-        inner: Marks = {}
-        for source in origins:
-            for other, marks in feeds.of_value.get(data_operand(source), {}).items():
-                inner[other] = inner.get(other, 0) | marks
-        origins = inner
+        origins = merged(feeds.of_value.get(data_operand(source), {}) for source in origins)
     return origins
 
 

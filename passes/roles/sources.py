@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -48,3 +49,16 @@ class Origins:
     def sources(self, origins: Marks, *kinds: Source) -> list[fx.Node]:
         """Returns the sources in `origins` that are of one of `kinds`."""
         return [source for source in origins if self.kind[source] in kinds]
+
+
+def merged(values: Iterable[Marks]) -> Marks:
+    """Returns the sources of several values together, each with all its marks."""
+    result: Marks = {}
+    for value in values:
+        if not result:
+            result = value
+        elif value and value is not result:
+            result = dict(result)
+            for source, marks in value.items():
+                result[source] = result.get(source, 0) | marks
+    return result

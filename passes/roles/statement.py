@@ -61,8 +61,14 @@ class Statement:
         return Answer(holds=True, clauses=len(self.clauses), says="; ".join(sentences))
 
 
-def joins_stream(site: Site) -> Holds | Fails:
-    """Checks that the result of the layer at `site` joins a residual stream, as at the end of a branch."""
-    if site.used(BRANCH):
-        return Holds("its result joins the residual stream")
-    return Fails("its result joins no residual stream")
+def clause(test: Callable[[Site], object], holds: str, fails: str) -> Clause:
+    """Returns a clause that holds for a layer if `test` does, with the phrases of both answers."""
+    return lambda site: Holds(holds) if test(site) else Fails(fails)
+
+
+joins_stream = clause(
+    lambda site: site.used(BRANCH),
+    "its result joins the residual stream",
+    "its result joins no residual stream",
+)
+"""Holds for the end of a branch."""

@@ -59,6 +59,11 @@ class StreamsSweep:
         self._depends = depends
         self._position = {node: index for index, node in enumerate(nodes)}
         self._forks = {node for node in nodes if sum(user in self._position for user in node.users) > 1}
+        # the skips that a value contains, without a layer in between and behind a layer
+        self._direct: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._worked: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._joins: dict[fx.Node, fx.Node] = {}
+        self._skips: set[fx.Node] = set()
         self._bases: dict[fx.Node, tuple[list[fx.Node], list[fx.Node]]] = {}
         self._last: dict[fx.Node, int] = {}
         for index, node in enumerate(nodes):
@@ -92,45 +97,39 @@ class StreamsSweep:
             several, _ = result_of(node)
             return [several] if several is not None and packet(several) is aten.native_dropout else []
         if traits & FACTOR:
-            values = [arg for arg in node.args[:2] if self._is_value(arg)]
+            # not numbers, parameters, and the mask of a dropout
+            nodes = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
+            values = [arg for arg in nodes if Depends.DATA in self._depends[arg] and not _is_mask(arg)]
             return values if len(values) == 1 else []
         if traits & SUM and not forked:
             return list(node.args[:2])
         return []
 
-    def _is_value(self, argument: Any) -> bool:
-        """Whether `argument` is data, not a number, a parameter or the mask of a dropout."""
-        if not isinstance(argument, fx.Node) or Depends.DATA not in self._depends[argument]:
-            return False
-        return not _is_mask(argument)
-
     def run(self) -> Streams:
         """Returns the residual streams."""
-        direct: dict[fx.Node, frozenset[fx.Node]] = {}
-        worked: dict[fx.Node, frozenset[fx.Node]] = {}
-        joins: dict[fx.Node, fx.Node] = {}
-        skips: set[fx.Node] = set()
+        direct, worked = self._direct, self._worked
         for index, node in enumerate(self._nodes):
-            arguments = node.all_input_nodes
-            if node in self._bases:
-                self._join(node, direct, worked, joins, skips)
+            arguments, traits = node.all_input_nodes, self._traits[node]
+            self._join(node)
             near = self._union(direct, arguments, index)
             far = self._union(worked, arguments, index)
-            if node in joins:
-                kept = [arg for arg in arguments if arg is not joins[node]]
+            if node in self._joins:
+                kept = [arg for arg in arguments if arg is not self._joins[node]]
                 near = self._union(direct, kept, index)
                 far &= near | self._union(worked, kept, index)
                 self._past_join.add(node)
-            elif self._traits[node] & CALL and not self._past_join.isdisjoint(arguments):
+            elif traits & CALL and not self._past_join.isdisjoint(arguments):
                 self._past_join.add(node)
             if near and far and packet(node) is aten.cat:  # a part of a value is not the value
-                near -= far - _reached_twice(arguments, direct, worked)
-            if (near or far) and self._is_work(node):
+                # but an argument may reach a skip by two paths: with a layer, and without one
+                near -= far - _NONE.union(*(direct[arg] & worked[arg] for arg in arguments))
+            is_layer = traits & MATMUL and tags_of(node)[0].kind in _LAYERS
+            if (near or far) and (is_layer or traits & CONVOLUTION):
                 near, far = _NONE, near | far
             if self._last.get(node, -1) > index:
                 near |= {node}
             direct[node], worked[node] = near, far
-        return Streams(joins=joins, skips=frozenset(skips))
+        return Streams(joins=self._joins, skips=frozenset(self._skips))
 
     def _union(
         self, by_node: dict[fx.Node, frozenset[fx.Node]], arguments: list[fx.Node], index: int
@@ -144,27 +143,17 @@ class StreamsSweep:
             merged = frozenset(base for base in merged if self._last[base] >= index)
         return merged
 
-    def _is_work(self, node: fx.Node) -> bool:
-        """Whether `node` is a layer or a convolution."""
-        traits = self._traits[node]
-        return bool(traits & CONVOLUTION) or (bool(traits & MATMUL) and tags_of(node)[0].kind in _LAYERS)
-
-    def _join(
-        self,
-        node: fx.Node,
-        direct: dict[fx.Node, frozenset[fx.Node]],
-        worked: dict[fx.Node, frozenset[fx.Node]],
-        joins: dict[fx.Node, fx.Node],
-        skips: set[fx.Node],
-    ) -> None:
-        for bases, branch in zip(self._bases[node], reversed(node.args[:2]), strict=True):
-            if isinstance(branch, fx.Node) and branch in worked:
-                for base in bases:
-                    overall = base.op == "placeholder" and branch in self._past_join
-                    computed = base in worked[branch] and base not in direct[branch]
-                    if computed and not overall and not self._is_mix(base, branch):
-                        joins[node] = branch
-                        skips.add(base)
+    def _join(self, node: fx.Node) -> None:
+        """Records the sum `node` if it adds a branch to its skip."""
+        for bases, branch in zip(self._bases.get(node, ()), reversed(node.args[:2]), strict=False):
+            if not isinstance(branch, fx.Node) or branch not in self._worked:
+                continue
+            for base in bases:
+                overall = base.op == "placeholder" and branch in self._past_join
+                computed = base in self._worked[branch] and base not in self._direct[branch]
+                if computed and not overall and not self._is_mix(base, branch):
+                    self._joins[node] = branch
+                    self._skips.add(base)
 
     def _is_mix(self, base: fx.Node, branch: fx.Node) -> bool:
         """Whether `branch` is a layer directly on `base`, the scores of an attention, and mixes the heads."""
@@ -182,15 +171,6 @@ class StreamsSweep:
             return False
         self._mixes.add(layer)
         return True
-
-
-def _reached_twice(
-    arguments: Sequence[fx.Node],
-    direct: dict[fx.Node, frozenset[fx.Node]],
-    worked: dict[fx.Node, frozenset[fx.Node]],
-) -> frozenset[fx.Node]:
-    """Returns the skips from which an argument is reached by two paths: with a layer, and without one."""
-    return _NONE.union(*(direct[arg] & worked[arg] for arg in arguments))
 
 
 def _is_mask(node: fx.Node) -> bool:

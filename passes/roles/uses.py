@@ -55,10 +55,10 @@ class UsesSweep:
         ends: outputs of the graph. end: their mark, `RESULT` or `CUT`.
         """
         for node in reversed(nodes):
-            self._visit(node, end if node in ends else 0)
+            self.uses[node] = self._used(node, end if node in ends else 0)
         return self.uses
 
-    def _visit(self, node: fx.Node, here: int) -> None:
+    def _used(self, node: fx.Node, here: int) -> int:
         if node in self._feeds.products.read:
             here |= QKV
         if node in self._streams.skips:  # uses of the stream are not uses of its first value
@@ -72,7 +72,7 @@ class UsesSweep:
                 here |= self._uses_by(node, user, there)
         if node in self._feeds.products.soft and here & LAYER:
             self._feeds.products.read.update(arg for arg in operands(node) if isinstance(arg, fx.Node))
-        self.uses[node] = here
+        return here
 
     def _uses_by(self, node: fx.Node, user: fx.Node, there: int) -> int:
         """Returns the uses that `node` gets from its reader `user`. there: uses of the result of `user`."""

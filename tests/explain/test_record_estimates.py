@@ -55,8 +55,10 @@ def test_forward_alone_casts_each_operand_once():
     (record_estimate,) = estimated(gemm())
     casts = sum(streamed((2 + 33 / 32) * numel) for numel in (TOKENS * WIDTH, WIDTH * WIDTH))
     assert TARGET.peak is not None
-    assert record_estimate.estimate_bf16_us == pytest.approx(multiplied(TARGET.peak.bf16_tflops, "bf16"))
-    assert record_estimate.estimate_us == pytest.approx(multiplied(TARGET.peak.mxfp8_tflops, "mxfp8") + casts)
+    assert record_estimate.estimate_bf16_us == pytest.approx(multiplied(TARGET.peak.tflops("bf16"), "bf16"))
+    assert record_estimate.estimate_us == pytest.approx(
+        multiplied(TARGET.peak.tflops("mxfp8"), "mxfp8") + casts
+    )
 
 
 def test_a_training_step_shares_the_cast_of_an_operand():
@@ -64,7 +66,9 @@ def test_a_training_step_shares_the_cast_of_an_operand():
     record_estimate, _ = estimated(forward, backward)
     casts = sum(streamed((2 + 2 * 33 / 32) * numel) / 2 for numel in (TOKENS * WIDTH, WIDTH * WIDTH))
     assert TARGET.peak is not None
-    assert record_estimate.estimate_us == pytest.approx(multiplied(TARGET.peak.mxfp8_tflops, "mxfp8") + casts)
+    assert record_estimate.estimate_us == pytest.approx(
+        multiplied(TARGET.peak.tflops("mxfp8"), "mxfp8") + casts
+    )
 
 
 def test_siblings_share_the_cast_of_their_input():
@@ -91,5 +95,5 @@ def test_attention_keeps_its_scores_on_the_chip():
     assert TARGET.peak is not None
     flops = 2 * 32 * TOKENS * TOKENS * 128
     backend = "cudnn" if TARGET.prefers_cudnn else "flash"
-    expected = flops / (TARGET.peak.bf16_tflops * 1e6 * RATES[backend]) + RATES["launch_us"]
+    expected = flops / (TARGET.peak.tflops("bf16") * 1e6 * RATES[backend]) + RATES["launch_us"]
     assert record_estimate.estimate_us == record_estimate.estimate_bf16_us == pytest.approx(expected)

@@ -11,6 +11,7 @@ from helpers.casts import quantize, quantize_both, values
 from mxcompile import ops
 from mxcompile.formats import Format, elem_type
 from mxcompile.lowering.inductor import copies as copies  # registers the lowerings
+from mxcompile.lowering.inductor import decode as decode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16

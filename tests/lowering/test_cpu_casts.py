@@ -25,7 +25,8 @@ from mxcompile.formats import Rounding, stored_form
 from mxcompile.formats.encoding import decode_tensors
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph import pipeline
-from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
+from mxcompile.lowering.inductor import copies as copies  # registers the lowerings
+from mxcompile.lowering.inductor import decode as decode
 from mxcompile.lowering.targets import TARGETS
 
 ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "INT8": torch.int8}

@@ -12,8 +12,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.ops_handler import OpsHandler
 
 from mxcompile import ops
-from mxcompile.lowering.inductor import copies as copies  # registers the lowerings
-from mxcompile.lowering.inductor import general
+from mxcompile.lowering.inductor import copies, decode
 from mxcompile.lowering.targets import TARGETS
 
 
@@ -97,6 +96,7 @@ def test_compiled_integer_casts_equal_reference(
     word: str, dim: int, target: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     if target is not None:
-        monkeypatch.setattr(general, "of_device", lambda device: TARGETS[target])
+        for module in (copies, decode):
+            monkeypatch.setattr(module, "of_device", lambda device: TARGETS[target])
     x = torch.cat([every_amax(), wild(96, 32, dtype=torch.float32)])
     check(word, dim, x if dim == -1 else x.t().contiguous())

@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from mxcompile import ops
 from mxcompile.formats import Format, elem_type
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.inductor import casts
+from mxcompile.lowering.inductor import copies, decode
 from mxcompile.lowering.targets import TARGETS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,7 +25,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.fixture(params=["sm_80", "sm_89"])
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Compiles for the CPU with the elements of another chip: results and generated code."""
-    monkeypatch.setattr(casts, "of_device", lambda device: TARGETS[request.param])
+    for module in (copies, decode):
+        monkeypatch.setattr(module, "of_device", lambda device: TARGETS[request.param])
     monkeypatch.setattr(kernel, "obstacle", lambda: "GPUs run the loops")
 
     def compiled(function: Callable[..., Any], *arguments: Tensor) -> tuple[Any, str]:

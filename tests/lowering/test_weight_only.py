@@ -13,7 +13,7 @@ from mxcompile.formats import Format, elem_type
 from mxcompile.graph.tags import add_fallback, tags_of
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.weight_only import WeightOnly
-from mxcompile.lowering.inductor import dequantized as dequantized  # registers the lowering
+from mxcompile.lowering.inductor import decode as decode  # registers the lowering
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.passes.reuse import Reuse
 

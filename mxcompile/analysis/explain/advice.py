@@ -40,8 +40,8 @@ def _of_fp32(report: Report) -> Iterator[str]:
     peak = TARGETS[report.summary.target].peak
     if main_dtype(report.gemms) == "FP32" and peak is not None:
         yield (
-            f"this model is FP32: its products are estimated at the {peak.fp32_tflops:g} TFLOP/s of FP32,"
-            f" where BF16 has {peak.bf16_tflops:g}; to estimate in BF16, use model.to(torch.bfloat16),"
+            f"this model is FP32: its products are estimated at the {peak.tflops('fp32'):g} TFLOP/s of FP32,"
+            f" where BF16 has {peak.tflops('bf16'):g}; to estimate in BF16, use model.to(torch.bfloat16),"
             " autocast or --dtype bf16"
         )
 
