@@ -12,7 +12,7 @@ from torch._inductor import ir
 
 from mxcompile.formats import Format
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppNames
 
 
 def lower_attention(
@@ -26,8 +26,7 @@ def lower_attention(
     fmt: str,
 ) -> ir.TensorBox | None:
     """Returns the result of ``mx.attention``; None for other devices and dtypes."""
-    device, dtypes = q.get_device_or_error(), [x.get_dtype() for x in (q, mask) if x is not None]
-    if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in dtypes):
+    if not kernel.takes(q, *(x.get_dtype() for x in (q, mask) if x is not None)):
         return None
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
@@ -42,22 +41,18 @@ def lower_attention(
     strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
 
     def body(words: CppNames) -> str:
-        pointers = [words.pointer(name) for name in parts]
-        pointers.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
+        pointers = [*map(words.pointer, parts), words.optional("mask")]
         sizes = words.size_arguments(batch, heads, kv_heads, queries, length, dim, *strides)
         problem = f"mxcompile::Attention{{{sizes}, static_cast<float>({float(factor)!r})}}"
         arguments = ", ".join([*pointers, problem, words.threads, words.pointer("out")])
         return f"mxcompile::{function}({arguments});"
 
-    code = CppBody(header="attention.h", body=body)
-    return kernel.call(code, inputs, {"out": ([batch, queries, heads, dim], q.get_dtype())}, device)[0]
+    out = [batch, queries, heads, dim], q.get_dtype()
+    return kernel.call("attention.h", body, inputs, {"out": out})[0]
 
 
-def _strides(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _strides(shape: Sequence[Any]) -> tuple[Any, ...]:
     """Returns strides of a contiguous mask over sequences, heads and queries; 0 for a broadcast dimension."""
     batch, heads, queries, length = (1,) * (4 - len(shape)) + tuple(shape)
-    steps = heads * queries * length, queries * length, length
-    first, second, third = (
-        0 if size == 1 else step for size, step in zip((batch, heads, queries), steps, strict=True)
-    )
-    return first, second, third
+    steps = (batch, heads * queries * length), (heads, queries * length), (queries, length)
+    return tuple(0 if size == 1 else step for size, step in steps)

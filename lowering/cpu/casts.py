@@ -22,22 +22,15 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile.formats import BLOCK, Copy, Format
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppNames
 from mxcompile.ops import Spec
 from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Cast
 
-_FLOATS = frozenset({torch.bfloat16, torch.float32})
 _RESULTS = ("values", "codes", "scales")
 
 Results = list[ir.TensorBox]
 """The results of one operator."""
-
-
-def _function(copy: Copy, source: torch.dtype) -> str:
-    """Returns the class of ``casts.h`` whose members make `copy` from elements of dtype `source`."""
-    words = f"mxcompile::{copy.elem.name.upper()}, mxcompile::Rounding::{copy.rounding}"
-    return f"mxcompile::Cast<{words}, {C_TYPES[source]}, {C_TYPES[copy.dtype or source]}>"
 
 
 def _results(copy: Copy, x: ir.TensorBox) -> dict[str, Spec]:
@@ -100,8 +93,7 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 
 def cast(x: ir.TensorBox, copy: Copy) -> Results | None:
     """Returns the tensors of `copy` of `x`; None if Inductor's loops make them."""
-    device = x.get_device_or_error()
-    if device.type != "cpu" or x.get_dtype() not in _FLOATS or not has_kernel(copy) or kernel.obstacle():
+    if not has_kernel(copy) or not kernel.takes(x, x.get_dtype()):
         return None
     progress = _PROGRESS.setdefault(V.graph, _Progress())
     node = V.graph.current_node
@@ -123,7 +115,7 @@ def has_kernel(copy: Copy) -> bool:
     """Returns whether ``casts.h`` makes `copy` of BF16 and FP32: MXFP8, or blocks of a stored type."""
     form = Format(elem=copy.elem, rounding=copy.format.rounding)
     plain = form.lies_stored and copy == Copy(format=form, dim=copy.dim, dtype=copy.dtype)
-    return (plain or copy.is_mx) and not copy.is_tiled and copy.dtype in (None, *_FLOATS)
+    return (plain or copy.is_mx) and not copy.is_tiled and copy.dtype in (None, *C_TYPES)
 
 
 def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
@@ -143,28 +135,27 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
             yield user, its
 
 
-def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> list[ir.TensorBox]:
+def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> Results:
     """Returns the tensors of `copies` of `x`, in order; the copies have blocks along different dimensions."""
-    shape = list(x.get_size())
     outputs = {f"{name}{-1 - copy.dim}": spec for copy in copies for name, spec in _results(copy, x).items()}
     source = kernel.stored(x)
 
     def body(words: CppNames) -> str:
-        return _body(shape, source.get_dtype(), copies, words)
+        return _body(list(x.get_size()), source.get_dtype(), copies, words)
 
-    code = CppBody(header="casts.h", body=body)
-    return kernel.call(code, {"x": source}, outputs, x.get_device_or_error())
+    return kernel.call("casts.h", body, {"x": source}, outputs)
 
 
 def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: CppNames) -> str:
     """Returns the call of ``Cast<…>::rows`` or ``matrices``."""
     copy = next((high for high in copies if high.dtype), copies[0])
-    results = f"mxcompile::Results<{C_TYPES[copy.dtype or source]}>"
-    function = _function(copy, source)
+    value = C_TYPES[copy.dtype or source]
+    elem = f"mxcompile::{copy.elem.name.upper()}, mxcompile::Rounding::{copy.rounding}"
+    function = f"mxcompile::Cast<{elem}, {C_TYPES[source]}, {value}>"
 
     def pointers(dim: int, *names: str) -> str:
         wanted = (words.pointer(f"{n}{-1 - dim}") if n in names else "nullptr" for n in _RESULTS)
-        return f"{results}{{{', '.join(wanted)}}}"
+        return f"mxcompile::Results<{value}>{{{', '.join(wanted)}}}"
 
     x, threads = words.pointer("x"), words.threads
     dim = min(member.dim for member in copies)  # the columnwise copy, if there are two
@@ -196,29 +187,25 @@ def decoded(
     """Returns the value of ``mx.decode``; None if Inductor's loops compute it."""
     if not form.lies_stored:
         return None
-    shape, device = decoded_shape(qdata.get_size(), block_dim, form), qdata.get_device_or_error()
-    if device.type != "cpu" or dtype not in _FLOATS or kernel.obstacle():
-        return None
-    if len(scale.get_size()) != len(shape):  # tiled scales
+    shape = decoded_shape(qdata.get_size(), block_dim, form)
+    is_tiled = len(scale.get_size()) != len(shape)
+    if is_tiled or not kernel.takes(qdata, dtype):
         return None
     dim = block_dim % len(shape)
-    two_level = form.two_level
-    if dim == len(shape) - 1 and not (two_level and len(shape) != 2):
+    if dim == len(shape) - 1 and not (form.two_level and len(shape) != 2):
         weight = StoredBuffers.from_tensors(qdata, scale, form, global_scale)
         return dequantize_part(weight, 0, math.prod(shape[:-1]), dtype, shape)
-    if two_level:
+    if form.two_level:
         return None
-    elem = _elem_class(form)
     inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
 
     def body(words: CppNames) -> str:
         sizes = words.size_arguments(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
-        pointers = f"{words.pointer('codes')}, {words.pointer('scales')}"
-        function = f"mxcompile::dequantize_columns<{elem}>"
-        return f"{function}({pointers}, {sizes}, {words.threads}, {words.pointer('values')});"
+        codes, scales, values = map(words.pointer, ("codes", "scales", "values"))
+        function = f"mxcompile::dequantize_columns<{_elem_class(form)}>"
+        return f"{function}({codes}, {scales}, {sizes}, {words.threads}, {values});"
 
-    code = CppBody(header="casts.h", body=body)
-    return kernel.call(code, inputs, {"values": (shape, dtype)}, device)[0]
+    return kernel.call("casts.h", body, inputs, {"values": (shape, dtype)})[0]
 
 
 def dequantize_part(
@@ -233,7 +220,5 @@ def dequantize_part(
             f" {words.pointer('values')});"
         )
 
-    code = CppBody(header="casts.h", body=body)
-    device = weight.buffers["codes"].get_device_or_error()
     values = list(shape or [count, weight.k])
-    return kernel.call(code, weight.buffers, {"values": (values, dtype)}, device)[0]
+    return kernel.call("casts.h", body, weight.buffers, {"values": (values, dtype)})[0]

@@ -10,21 +10,18 @@ is added after the kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, to_dtype
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
 from mxcompile.graph.tags import value_of
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import CppBody, CppNames
+from mxcompile.lowering.cpu.kernel import CppNames
 from mxcompile.ops.view import Product
 
-_ADD = lowerings[torch.ops.aten.add.Tensor]
-_EXPAND = lowerings[torch.ops.aten.expand.default]
 _PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
@@ -46,30 +43,19 @@ def lower_matmul(
     across = _across(V.graph.current_node)
     parts = dict(zip("xs", _laid_out((a, scale_a), transposed=across[0]), strict=True))
     parts |= dict(zip("wt", _laid_out((b, scale_b), transposed=not across[1]), strict=True))
-    vector = bias is not None and len(bias.get_size()) == 1
-    if bias is not None and vector:
-        parts["bias"] = _EXPAND(bias, [n])
     inputs = {name: kernel.stored(part) for name, part in parts.items()}
-    made_dtype = out_dtype if bias is None or vector else torch.float32
 
     def body(words: CppNames) -> str:
         x, s, w, t = (words.pointer(name) for name in ("x", "s", "w", "t"))
-        added = words.pointer("bias") if vector else "static_cast<const float*>(nullptr)"
         sides = zip((x, w), (s, t), (m, n), across, strict=True)
         rows = (
             f"mxcompile::Codes{{{codes}, {scales}, {words.size_arguments(size, k)}, {int(strided)} != 0}}"
             for codes, scales, size, strided in sides
         )
-        return f"mxcompile::integer_mm({', '.join(rows)}, {added}, {words.threads}, {words.pointer('out')});"
+        tail = f"{words.optional('bias')}, {words.threads}, {words.pointer('out')}"
+        return f"mxcompile::integer_mm({', '.join(rows)}, {tail});"
 
-    code = CppBody(header="integer_mm.h", body=body)
-    outputs = {"out": ([m, n], made_dtype)}
-    (matrix,) = kernel.call(code, inputs, outputs, a.get_device_or_error())
-    if bias is None or vector:
-        return matrix
-    total: Any = _ADD(matrix, bias)
-    result: ir.TensorBox = to_dtype(total, out_dtype)
-    return result
+    return kernel.product("integer_mm.h", body, inputs, bias, [m, n], out_dtype)
 
 
 def _across(node: fx.Node) -> tuple[bool, bool]:

@@ -21,6 +21,7 @@ from torch._inductor import config, ir
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V
@@ -28,6 +29,8 @@ from torch._inductor.virtualized import V
 from mxcompile.ops import Spec
 
 _HEADERS = Path(__file__).parent
+_ADD = lowerings[torch.ops.aten.add.Tensor]
+_EXPAND = lowerings[torch.ops.aten.expand.default]
 
 C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
 """C++ types of elements; elements of all other dtypes are bytes."""
@@ -43,17 +46,6 @@ _WHOLE_STORES = "-fno-tree-loop-distribute-patterns"
 
 In kernels of Inductor that transpose two tensors of 16 bits, most elements would be wrong.
 """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CppBody:
-    """The body of a kernel.
-
-    header: file of this folder with the function that `body` calls. body: returns the C++ statements.
-    """
-
-    header: str
-    body: Callable[[CppNames], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +75,10 @@ class CppNames:
         c_type = C_TYPES.get(node.get_dtype(), "uint8_t")
         first = self._kernel.index(node, [0] * len(node.get_size()))
         return f"reinterpret_cast<{const}{c_type}*>(&{first})"
+
+    def optional(self, name: str) -> str:
+        """Returns a pointer to the buffer `name`; if it does not exist, null as a pointer to FP32."""
+        return self.pointer(name) if name in self._nodes else "static_cast<const float*>(nullptr)"
 
     def size_arguments(self, *values: Any) -> str:
         """Returns sizes as arguments that the kernel's caller passes, so that shapes share compiled code."""
@@ -135,6 +131,12 @@ def obstacle() -> str:
     return _no_compiler()
 
 
+def takes(x: ir.TensorBox, *dtypes: torch.dtype) -> bool:
+    """Whether C++ kernels can run on the device of `x`, and read elements of `dtypes` (see `obstacle`)."""
+    is_cpu = x.get_device_or_error().type == "cpu"
+    return is_cpu and all(dtype in C_TYPES for dtype in dtypes) and not obstacle()
+
+
 def instructions() -> frozenset[str]:
     """Returns Inductor's names of the instructions for which it compiles C++, such as "avx2" or "amx_tile".
 
@@ -151,10 +153,18 @@ def stored(x: ir.TensorBox) -> Any:
     return ir.InputsKernel.unwrap_storage_for_input(contiguous)
 
 
+Body = Callable[[CppNames], str]
+"""Returns the C++ statements of a kernel."""
+
+
 def call(
-    code: CppBody, inputs: Mapping[str, Any], outputs: Mapping[str, Spec], device: torch.device
+    header: str, body: Body, inputs: Mapping[str, Any], outputs: Mapping[str, Spec]
 ) -> list[ir.TensorBox]:
-    """Returns a tensor for each of `outputs`. `code` computes them from `inputs`, which `stored` returned."""
+    """Returns a tensor for each of `outputs`, computed from `inputs`, which `stored` returned.
+
+    header: file of this folder with the function that `body` calls.
+    """
+    device = next(iter(inputs.values())).get_device_or_error()
     layouts = [ir.FixedLayout(device, dtype, list(shape)) for shape, dtype in outputs.values()]
     several = len(layouts) > 1
     layout: Any = ir.MultiOutputLayout(device=device) if several else layouts[0]
@@ -162,7 +172,7 @@ def call(
     buffer: Any = ir.CppTemplateBuffer(
         layout=layout,
         inputs=list(inputs.values()),
-        make_kernel_render=functools.partial(_render, code, inputs, list(outputs)),
+        make_kernel_render=functools.partial(_render, header, body, inputs, list(outputs)),
         template=no_template,
         choice=None,
     )
@@ -174,8 +184,30 @@ def call(
     return [ir.TensorBox.create(output) for output in buffer.outputs]
 
 
+def product(
+    header: str,
+    body: Body,
+    inputs: Mapping[str, Any],
+    bias: ir.TensorBox | None,
+    size: list[Any],
+    out_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """Returns the product [M, N] of `inputs` (+ bias), as `call`; the kernel adds only a vector as bias."""
+    inside = bias is not None and len(bias.get_size()) == 1
+    if bias is not None and inside:
+        inputs = {**inputs, "bias": stored(_EXPAND(bias, size[1:]))}
+    alone = (inside or bias is None) and out_dtype in C_TYPES
+    (matrix,) = call(header, body, inputs, {"out": (size, out_dtype if alone else torch.float32)})
+    if alone:
+        return matrix
+    total: Any = matrix if bias is None or inside else _ADD(matrix, bias)
+    result: ir.TensorBox = to_dtype(total, out_dtype)
+    return result
+
+
 def _render(
-    code: CppBody,
+    header: str,
+    write: Body,
     inputs: Mapping[str, Any],
     outputs: Sequence[str],
     buffer: Any,
@@ -190,10 +222,10 @@ def _render(
 
     def render() -> str:
         head = kernel.def_kernel(inputs=dict(inputs), outputs=results)
-        body = code.body(CppNames(kernel, {**inputs, **results}))
-        profile = kernel.maybe_codegen_profile().replace(str(Placeholder.KERNEL_NAME), Path(code.header).stem)
+        body = write(CppNames(kernel, {**inputs, **results}))
+        profile = kernel.maybe_codegen_profile().replace(str(Placeholder.KERNEL_NAME), Path(header).stem)
         profiler = "#include <torch/csrc/inductor/aoti_runtime/utils.h>\n" if profile else ""
-        source = f'{profiler}{text(code.header)}\nextern "C" {head}\n{{\n{profile}\n{body}\n}}\n'
+        source = f'{profiler}{text(header)}\nextern "C" {head}\n{{\n{profile}\n{body}\n}}\n'
         return str(PartialRender(source, kernel.render_hooks).finalize_all())
 
     return kernel, render

@@ -13,7 +13,7 @@ from torch._inductor import ir
 
 from mxcompile.formats import Format, Tile
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppNames
 from mxcompile.ops.watch import LENGTH
 
 
@@ -24,16 +24,18 @@ def lower_cast_statistics(
 
     Returns None if the kernel does not support this tensor.
     """
-    if x.get_device_or_error().type != "cpu" or x.get_dtype() not in C_TYPES or kernel.obstacle():
+    if not kernel.takes(x, x.get_dtype()):
         return None
-    shape, device = list(x.get_size()), x.get_device_or_error()
-    source = kernel.stored(x)
+    shape, source = list(x.get_size()), kernel.stored(x)
     outputs: dict[str, Any] = {"statistics": ([LENGTH], torch.float64)}
     if keep:
         outputs["kept"] = ([keep], torch.float32)
     dtype, dim = source.get_dtype(), block_dim % len(shape)
-    code = CppBody(header="statistics.h", body=lambda words: _body(shape, dtype, dim, form, keep, words))
-    numbers, *kept = kernel.call(code, {"x": source}, outputs, device)
+
+    def body(words: CppNames) -> str:
+        return _body(shape, dtype, dim, form, keep, words)
+
+    numbers, *kept = kernel.call("statistics.h", body, {"x": source}, outputs)
     return numbers, kept[0] if kept else None
 
 

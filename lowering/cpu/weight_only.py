@@ -9,27 +9,21 @@ is not a vector is added after the kernel.
 
 from __future__ import annotations
 
-from typing import Any
-
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import Format
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.cpu import AMX, INT16, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
+from mxcompile.lowering.cpu.kernel import CppNames
 from mxcompile.ops.cast import decoded_shape
 
 _FEW = ("weight_only_mm.h", "weight_only_mm")
 _MANY = {INT16: ("integer_mm.h", "many_rows_mm"), AMX: ("tile_mm.h", "tile_weight_mm")}
 """Header and function, by the name of the kernel."""
-
-_ADD = lowerings[torch.ops.aten.add.Tensor]
-_EXPAND = lowerings[torch.ops.aten.expand.default]
 
 
 def lower_weight_only_mm(
@@ -42,8 +36,7 @@ def lower_weight_only_mm(
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
     """Returns the result of the operator; None if no kernel multiplies it."""
-    device, sources = x.get_device_or_error(), [part.get_dtype() for part in (x, bias) if part is not None]
-    if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in sources):
+    if not kernel.takes(x, *(part.get_dtype() for part in (x, bias) if part is not None)):
         return None
     m, n = x.get_size()[0], qdata.get_size()[0]
     kernels = " ".join(tag.kernel for tag in tags_of(V.graph.current_node))
@@ -51,29 +44,16 @@ def lower_weight_only_mm(
     if chosen is None and V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
         return None
     header, function = chosen or _FEW
-    inside = bias is not None and len(bias.get_size()) == 1
     weight = StoredBuffers.from_tensors(qdata, scale, Format.parse(fmt), global_scale)
     inputs = {"x": kernel.stored(x), **weight.buffers}
-    if bias is not None and inside:
-        inputs["bias"] = kernel.stored(_EXPAND(bias, [n]))
-    alone = (inside or bias is None) and out_dtype in C_TYPES
-    made_dtype = out_dtype if alone else torch.float32
-    no_bias = "static_cast<const float*>(nullptr)"
 
     def body(words: CppNames) -> str:
-        added = words.pointer("bias") if inside else no_bias
         return (
-            f"mxcompile::{function}({words.pointer('x')}, {weight.words(words)}, {added},"
+            f"mxcompile::{function}({words.pointer('x')}, {weight.words(words)}, {words.optional('bias')},"
             f" {words.size_arguments(m, n)}, {words.threads}, {words.pointer('out')});"
         )
 
-    code = CppBody(header=header, body=body)
-    (matrix,) = kernel.call(code, inputs, {"out": ([m, n], made_dtype)}, device)
-    if alone:
-        return matrix
-    total: Any = matrix if bias is None or inside else _ADD(matrix, bias)
-    result: ir.TensorBox = to_dtype(total, out_dtype)
-    return result
+    return kernel.product(header, body, inputs, bias, [m, n], out_dtype)
 
 
 def parts(
@@ -84,9 +64,9 @@ def parts(
     global_scale: ir.TensorBox | None = None,
 ) -> list[ir.TensorBox] | None:
     """Returns the weight [N, K] in `dtype` in parts of some rows; None if it is small or unsupported."""
-    device, sizes = qdata.get_device_or_error(), decoded_shape(qdata.get_size(), -1, form)
-    if device.type != "cpu" or dtype not in C_TYPES or kernel.obstacle() or len(scale.get_size()) != 2:
+    if not kernel.takes(qdata, dtype) or len(scale.get_size()) != 2:
         return None
+    sizes = decoded_shape(qdata.get_size(), -1, form)
     shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]
     if not (ranges := parts_of(shape, dtype)):
         return None

@@ -52,13 +52,8 @@ DECODED, SCALED = (tuple(map(asm, (0, 1))) for asm in (_fp16_asm, _bf16_asm))
 
 
 @triton.constexpr_function
-def _decoded_asm(half):
-    return DECODED[half]
-
-
-@triton.constexpr_function
-def _scaled_asm(half):
-    return SCALED[half]
+def _asm(scaled, half):
+    return (SCALED if scaled else DECODED)[half]
 
 
 @triton.jit
@@ -66,7 +61,7 @@ def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
     """Returns 2^-14 · value of codes, FP16, exact. PLACE: 0 for low halves of bytes, 1 for high halves."""
     if PTX:
         return tl.inline_asm_elementwise(
-            _decoded_asm(PLACE), "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+            _asm(False, PLACE), "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         )
     code = codes.to(tl.int16) >> (4 * PLACE)
     return (((code & 0x8) << 12) | ((code & 0x7) << 9)).to(tl.float16, bitcast=True)
@@ -78,7 +73,7 @@ def times(codes, factors, PLACE: tl.constexpr, PTX: tl.constexpr):
     if PTX:
         args = [codes, factors]
         return tl.inline_asm_elementwise(
-            _scaled_asm(PLACE), "=r,=r,r,r,r", args, dtype=tl.bfloat16, is_pure=True, pack=4
+            _asm(True, PLACE), "=r,=r,r,r,r", args, dtype=tl.bfloat16, is_pure=True, pack=4
         )
     values = decoded(codes, PLACE, False).to(tl.float32) * 16384.0
     return (values * factors.to(tl.float32)).to(tl.bfloat16)

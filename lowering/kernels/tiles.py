@@ -74,12 +74,6 @@ def _exponent_bits(elem, above):
 
 
 @triton.constexpr_function
-def _magic_bits(elem):
-    """Returns the constant that turns FP32 bits of 2^e into bits of 1.5 · 2^(e + dropped bits)."""
-    return (_dropped_bits(elem) << 23) | 0x400000
-
-
-@triton.constexpr_function
 def _half(bits):
     """Returns half of 2^`bits`."""
     return 1 << (bits - 1)
@@ -182,7 +176,7 @@ def nearest(y, ELEM: tl.constexpr):
     and m mantissa bits. Below the smallest normal value, e is its exponent.
     """
     SMALLEST_NORMAL: tl.constexpr = _exponent_bits(ELEM, 0)
-    UP: tl.constexpr = _magic_bits(ELEM)
+    UP: tl.constexpr = (_dropped_bits(ELEM) << 23) | 0x400000  # added to the bits of 2^e: the bits of `magic`
     exponent = y.to(tl.int32, bitcast=True) & INF_BITS
     magic = (tl.maximum(exponent, SMALLEST_NORMAL) + UP).to(tl.float32, bitcast=True)
     return (y + magic) - magic

@@ -4,7 +4,7 @@
     out[m, n] = Σ_k x[m, k] · w[n, k] · sw[n, k/16]                             NVFP4, sw in E4M3
 
 A weight has half or a quarter of the bytes of BF16, and reading it is most of the time of a small product. x
-is not quantized. ``templates.weight_only`` calls these device functions, which sum a span of K:
+is not quantized. ``templates.weight_only`` calls `sums`, which sums a span of K in one of two ways:
 
     gemv   in FP32 on the ALUs: one token, or activations that are not BF16
     dot    weights become BF16 in registers (exact from scale byte 3 on) and go to the tensor cores
@@ -103,50 +103,7 @@ def _pairs(codes, x, PTX: tl.constexpr):
 
 
 @triton.jit
-def gemv_sums(
-    x_ptr,
-    w_ptr,
-    w_scale_ptr,
-    row,
-    column,
-    first,
-    last,
-    N,
-    K,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
-    stride_wsn,
-    stride_wsk,
-    ELEM: tl.constexpr,
-    NATIVE: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    WORDS: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Returns FP32 [1, BLOCK_N] of a row of x: Σ over `first` ≤ k < `last`. first: a multiple of BLOCK_K."""
-    x_ptr += row.to(tl.int64) * stride_xm
-    accumulator = tl.zeros((BLOCK_N, BLOCK_K // (_along(TWO_LEVEL) if ELEM == "e2m1" else 1)), tl.float32)
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        codes = _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM, BLOCK_K)
-        scale = _scales(
-            w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, WORDS, BLOCK_K
-        )
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
-        if ELEM == "e2m1":
-            accumulator += tl.sum(_blocks(_pairs(codes, x, PTX), scale), 2) * scale * _RAISED
-        else:
-            accumulator += _scaled(tiles.decode(codes, ELEM, NATIVE), scale) * x[None, :]
-    return tl.sum(accumulator, axis=1)[None, :]
-
-
-@triton.jit
-def dot_sums(
+def sums(
     x_ptr,
     w_ptr,
     w_scale_ptr,
@@ -172,16 +129,30 @@ def dot_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    DOT: tl.constexpr,
 ):
-    """Returns FP32 [BLOCK_N, BLOCK_M], as `gemv_sums`. Weights are the rows of the tensor core product."""
-    accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    """Returns FP32 sums over `first` ≤ k < `last`: [1, BLOCK_N], or [BLOCK_N, BLOCK_M] with DOT.
+
+    first: a multiple of BLOCK_K. DOT: whether tensor cores multiply; weights are the rows of their product.
+    """
+    if DOT:
+        accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        x_ptr += row.to(tl.int64) * stride_xm
+        accumulator = tl.zeros((BLOCK_N, BLOCK_K // (_along(TWO_LEVEL) if ELEM == "e2m1" else 1)), tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         codes = _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM, BLOCK_K)
         scale = _scales(
             w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, WORDS, BLOCK_K
         )
         k = start + tl.arange(0, BLOCK_K)
-        if ELEM == "e2m1":
+        if not DOT:
+            x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
+            if ELEM == "e2m1":
+                accumulator += tl.sum(_blocks(_pairs(codes, x, PTX), scale), 2) * scale * _RAISED
+            else:
+                accumulator += _scaled(tiles.decode(codes, ELEM, NATIVE), scale) * x[None, :]
+        elif ELEM == "e2m1":
             x_ptrs = x_ptr + row[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
             x = tl.load(x_ptrs, mask=(row < M)[:, None] & (k < K)[None, :], other=0.0)
             even, odd = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_K // 2, 2)))
@@ -194,4 +165,4 @@ def dot_sums(
             x = tl.load(x_ptrs, mask=(row < M)[None, :] & (k < K)[:, None], other=0.0)
             w = _scaled(tiles.decode(codes, ELEM, NATIVE), scale)
             accumulator = tl.dot(w.to(tl.bfloat16), x, accumulator)
-    return accumulator
+    return accumulator if DOT else tl.sum(accumulator, axis=1)[None, :]

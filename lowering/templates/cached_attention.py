@@ -29,11 +29,7 @@ _STAGES = 2
 _SOURCE = r"""
 from mxcompile.lowering.kernels import cached_attention
 
-{% if MASKED %}
-{{def_kernel("Q", "K", "K_SCALE", "V", "V_SCALE", "TOP", "SUM", "MASK")}}
-{% else %}
-{{def_kernel("Q", "K", "K_SCALE", "V", "V_SCALE", "TOP", "SUM")}}
-{% endif %}
+{{def_kernel("Q", "K", "K_SCALE", "V", "V_SCALE", "TOP", "SUM", *(["MASK"] if MASKED else []))}}
     B = {{size("Q", 0)}}
     H = {{size("Q", 1)}}
     QUERIES = {{size("Q", 2)}}
@@ -108,16 +104,20 @@ def lower_attention(
 ) -> ir.TensorBox | None:
     """Returns the result of ``mx.attention``, [B, Q, H, D]; None for other chips and dtypes."""
     device, hint = q.get_device_or_error(), V.graph.sizevars.optimization_hint
+    is_equal = V.graph.sizevars.statically_known_equals
     target = of_device(device)
     if device.type != "cuda" or target.arch is None or q.get_dtype() is not torch.bfloat16:
         return None
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
+    if mask is not None:
+        for _ in range(4 - len(mask.get_size())):
+            mask = lowerings[torch.ops.aten.unsqueeze.default](mask, 0)
     chosen = form(hint(batch * kv_heads), hint(heads * queries // kv_heads), hint(length), hint(dim), target)
     parts = [empty(q, [chosen.parts, batch, queries, heads], torch.float32) for _ in ("top", "sum")]
     stored = [readable(keys, target), key_scales, readable(values, target), value_scales]
     inputs = [realize_inputs(q), *map(_contiguous, stored), *(part.data for part in parts)]
-    inputs += [] if mask is None else [realize_inputs(_four_dims(mask))]
+    inputs += [] if mask is None else [realize_inputs(mask)]
     layout = ir.FixedLayout(device, torch.float32, [chosen.parts, batch, queries, heads, dim])
     total = call.only(
         TEMPLATE,
@@ -133,7 +133,7 @@ def lower_attention(
         PARTS=chosen.parts,
         KV_HEADS=kv_heads,
         MASKED=mask is not None,
-        SHARED=() if mask is None else _shared(mask),
+        SHARED=() if mask is None else tuple(is_equal(size, 1) for size in mask.get_size()[:3]),
         FACTOR=float(factor),
         ELEM=repr(Format.parse(fmt).elem.name),
         NATIVE=target.decodes_fp8,
@@ -160,15 +160,3 @@ def _merged(total: Any, top: Any, sum_: Any) -> Any:
 
 def _contiguous(x: Any) -> Any:
     return ir.ExternKernel.require_contiguous(realize_inputs(x))
-
-
-def _four_dims(mask: ir.TensorBox) -> ir.TensorBox:
-    for _ in range(4 - len(mask.get_size())):
-        mask = lowerings[torch.ops.aten.unsqueeze.default](mask, 0)
-    return mask
-
-
-def _shared(mask: ir.TensorBox) -> tuple[bool, ...]:
-    """Returns whether sequences, heads and queries share a row of the mask."""
-    sizes = (1,) * (4 - len(mask.get_size())) + tuple(mask.get_size())
-    return tuple(V.graph.sizevars.statically_known_equals(size, 1) for size in sizes[:3])

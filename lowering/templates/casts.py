@@ -16,6 +16,7 @@ a matrix, is not a multiple of 32, the grid covers the batch with each matrix pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,11 +73,7 @@ _STORE = r"""
 _SOURCE = (
     _IMPORTS
     + r"""
-{% if ROWWISE and COLUMNWISE %}
-{{def_kernel("X", "ROW_SCALE", "COLUMN", "COLUMN_SCALE")}}
-{% else %}
-{{def_kernel("X", "SCALE")}}
-{% endif %}
+{{def_kernel("X", *(["ROW_SCALE", "COLUMN", "COLUMN_SCALE"] if ROWWISE and COLUMNWISE else ["SCALE"]))}}
 """
     + _TILE_INDICES
     + load("X")
@@ -138,9 +135,14 @@ def lower_cast(cast: CastCall) -> Results | None:
     matrix = y is None or len(x.get_size()) == 2
     if layout is None or target is None or not (codes and uniform and matrix):
         return None
-    if y is not None:
-        return _cast(x, layout, copies[0], target, second=y)
-    return _batch(x, layout, copies[0], target)
+    *batch, m, n = x.get_size()
+    entry = int(m) if layout != "rowwise" and _short_blocks(x) else 0
+    flat = _VIEW(x, [sympy_product(batch) * m, n]) if batch else x
+    results = _cast([flat] if y is None else [flat, y], layout, copies, target, entry)
+    if not batch:
+        return results
+    sizes = [size for copy in copies for size in ([m, n], _scale_size(m, n, copy))]
+    return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(results, sizes, strict=True))
 
 
 def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
@@ -163,44 +165,26 @@ def _short_blocks(x: ir.TensorBox) -> bool:
     )
 
 
-def _batch(x: ir.TensorBox, layout: str, copy: Copy, target: Target) -> Results:
-    """Returns qdata and scale bytes of the matrices of `x`, with any number of batch dimensions."""
-    *batch, m, n = x.get_size()
-    if not batch:
-        return _cast(x, layout, copy, target)
-    entry = int(m) if layout != "rowwise" and _short_blocks(x) else 0
-    flat = _VIEW(x, [sympy_product(batch) * m, n])
-    results = _cast(flat, layout, copy, target, entry=entry)
-    rowwise, columnwise = [[m, n], [m, CeilDiv(n, BLOCK)]], [[m, n], [CeilDiv(m, BLOCK), n]]
-    sizes = {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[layout]
-    return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(results, sizes, strict=True))
-
-
 def _cast(
-    x: ir.TensorBox,
-    layout: str,
-    copy: Copy,
-    target: Target,
-    *,
-    entry: int = 0,
-    second: ir.TensorBox | None = None,
+    sources: Sequence[ir.TensorBox], layout: str, copies: Sequence[Copy], target: Target, entry: int
 ) -> Results:
-    """Returns casts of a matrix, or of a batch with `entry` rows in each entry; then casts of `second`."""
-    sources = [realize_inputs(source) for source in (x, second) if source is not None]
-    x = sources[0]
-    device, (m, n) = x.get_device_or_error(), x.get_size()
-    elem_dtype, tiled = copy.elem.dtype, copy.is_tiled
-    extra = _extra(x, layout, elem_dtype, tiled, entry)
-    if second is not None:
-        extra += [([m, n], elem_dtype), *extra]
-    others = [empty(x, shape, dtype) for shape, dtype in extra]
+    """Returns casts of one or two matrices, or of a batch with `entry` rows in each entry."""
+    sources = [realize_inputs(source) for source in sources]
+    x, copy = sources[0], copies[0]
+    device, (m, n), elem_dtype = x.get_device_or_error(), x.get_size(), copy.elem.dtype
+    specs = [
+        spec
+        for copy in copies
+        for spec in (([m, n], elem_dtype), (_scale_size(m, n, copy, entry), torch.uint8))
+    ]
+    others = [empty(x, shape, dtype) for shape, dtype in (specs * len(sources))[1:]]
     inputs = [*sources, *(other.data for other in others)]
     fast = x.get_dtype() == torch.bfloat16 and packing.converts(target)
     roomy = fast and all(map(leaves_room, sources))
-    tile = configs.cast(target, layout if second is None else "two", packed=roomy)
+    tile = configs.cast(target, layout if len(sources) == 1 else "two", packed=roomy)
     gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)
     qdata = call.only(
-        TEMPLATE if second is None else TEMPLATE_OF_TWO,
+        TEMPLATE if len(sources) == 1 else TEMPLATE_OF_TWO,
         inputs,
         ir.FixedLayout(device, elem_dtype, [m, n]),
         written=inputs[len(sources) :],
@@ -211,9 +195,9 @@ def _cast(
         BLOCK_N=tile.block_n,
         ROWWISE=layout != "columnwise",
         COLUMNWISE=layout != "rowwise",
-        TILED=tiled,
+        TILED=copy.is_tiled,
         ENTRY=entry,
-        PADDING=TILE_ROWS if tiled else 1,
+        PADDING=TILE_ROWS if copy.is_tiled else 1,
         DTYPE=triton_type(x.get_dtype()),
         ELEM=repr(copy.elem.name),
         ROUNDING=repr(str(copy.rounding)),
@@ -225,18 +209,12 @@ def _cast(
     return (qdata, *others)
 
 
-def _extra(
-    x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, tiled: bool, entry: int
-) -> list[tuple[list[Any], torch.dtype]]:
-    """Returns shapes and dtypes of the buffers that the template writes besides its output."""
-    m, n = x.get_size()
-    if tiled:
-        rows, columns = [tiled_size(m, CeilDiv(n, BLOCK))], [tiled_size(n, CeilDiv(m, BLOCK))]
-    else:
-        down = FloorDiv(m, entry) * CeilDiv(entry, BLOCK) if entry else CeilDiv(m, BLOCK)
-        rows, columns = [m, CeilDiv(n, BLOCK)], [down, n]
-    return {
-        "both": [(rows, torch.uint8), ([m, n], elem_dtype), (columns, torch.uint8)],
-        "rowwise": [(rows, torch.uint8)],
-        "columnwise": [(columns, torch.uint8)],
-    }[layout]
+def _scale_size(m: Any, n: Any, copy: Copy, entry: int = 0) -> list[Any]:
+    """Returns the shape of the scales of a matrix, or of a batch with `entry` rows in each entry."""
+    rowwise = copy.dim == -1
+    if copy.is_tiled:
+        rows, length = (m, n) if rowwise else (n, m)
+        return [tiled_size(rows, CeilDiv(length, BLOCK))]
+    if rowwise:
+        return [m, CeilDiv(n, BLOCK)]
+    return [FloorDiv(m, entry) * CeilDiv(entry, BLOCK) if entry else CeilDiv(m, BLOCK), n]

@@ -62,11 +62,7 @@ _AMAX_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import fp8_tiles, tiles
 
-{% if ROWS and COLUMNS %}
-{{def_kernel("X", "COLUMN")}}
-{% else %}
-{{def_kernel("X")}}
-{% endif %}
+{{def_kernel("X", *(["COLUMN"] if ROWS and COLUMNS else []))}}
 """
     + _TILE_INDICES
     + r"""
@@ -75,25 +71,17 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
     column = tl.max(bits, 0).to(tl.float32, bitcast=True)
     tl.store(COLUMN + pid_m.to(tl.int64) * N + rn, column, mask=rn < N)
 {% endif %}
-{% if ROWS %}
-    part = tl.max(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)
-    idx_r = idx_m
-    idx_c = pid_n + tl.zeros((1, 1), tl.int32)
-    kept = idx_r < M
-    {{store_output(("idx_r", "idx_c"), "part", "kept", val_shape=("BLOCK_M", "1"))}}
-{% elif COLUMNS %}
-    part = tl.max(bits, 0, keep_dims=True).to(tl.float32, bitcast=True)
-    idx_r = pid_m + tl.zeros((1, 1), tl.int32)
-    idx_c = idx_n
-    kept = idx_c < N
-    {{store_output(("idx_r", "idx_c"), "part", "kept", val_shape=("1", "BLOCK_N"))}}
+{% set down = COLUMNS and not ROWS %}
+{% if ROWS or COLUMNS %}
+    part = tl.max(bits, {{1 if ROWS else 0}}, keep_dims=True).to(tl.float32, bitcast=True)
 {% else %}
     part = tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True).to(tl.float32, bitcast=True)
-    idx_r = pid_m + tl.zeros((1, 1), tl.int32)
-    idx_c = pid_n + tl.zeros((1, 1), tl.int32)
-    kept = idx_r < M
-    {{store_output(("idx_r", "idx_c"), "part", "kept", val_shape=("1", "1"))}}
 {% endif %}
+    idx_r = {{"idx_m" if ROWS else "pid_m + tl.zeros((1, 1), tl.int32)"}}
+    idx_c = {{"idx_n" if down else "pid_n + tl.zeros((1, 1), tl.int32)"}}
+    kept = {{"idx_c < N" if down else "idx_r < M"}}
+    {{store_output(("idx_r", "idx_c"), "part", "kept",
+                   val_shape=("BLOCK_M" if ROWS else "1", "BLOCK_N" if down else "1"))}}
 """
 )
 
@@ -101,19 +89,9 @@ _CAST_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import fp8_tiles, tiles
 
-{% set names = ["X"] %}
-{% if ROWS or SAME %}
-{% set names = names + ["ROW_SCALE"] %}
-{% endif %}
-{% if COLUMNS and not SAME %}
-{% set names = names + ["COLUMN_SCALE"] %}
-{% endif %}
-{% if ROWS and COLUMNS %}
-{% set names = names + ["COLUMN"] %}
-{% endif %}
-{% if SEEN %}
-{% set names = names + ["LARGEST"] %}
-{% endif %}
+{% set names = ["X"] + (["ROW_SCALE"] if ROWS or SAME else [])
+               + (["COLUMN_SCALE"] if COLUMNS and not SAME else [])
+               + (["COLUMN"] if ROWS and COLUMNS else []) + (["LARGEST"] if SEEN else []) %}
 {{def_kernel(*names)}}
 """
     + _TILE_INDICES
@@ -206,7 +184,10 @@ def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
         sides = {_side(copy) for copy in copies if copy.part is not CopyPart.LARGEST}
         scales = cast_scales | _scales(cast.x, form, sides - cast_scales.keys())
         searched = scales.keys() > cast_scales.keys()
-    others = _cast(cast, scales, elements) if elements else _largest(cast.x)
+    if elements:
+        others = _cast(cast, scales, elements)
+    else:
+        others = {(CopyPart.LARGEST, False): _VIEW(_AMAX(_parts(cast.x)[0], (0, 1), True), [1])}
     if searched and elements:  # the amax kernel computed the producer of x, and stored x
         cast_only: Any = others[CopyPart.ELEMENTS, False not in elements]
         cast_only.data.data.origins = OrderedSet([V.graph.current_node])
@@ -243,7 +224,7 @@ def _scale(amax: ir.TensorBox, form: Format) -> ir.TensorBox:
     return scale
 
 
-def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox | None, ...]:
+def _parts(x: ir.TensorBox, *, rows: bool = False, columns: bool = False) -> tuple[ir.TensorBox | None, ...]:
     """Returns the amaxes of parts of rows and of columns; if neither is requested, of parts of `x`."""
     x = realize_inputs(x)
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
@@ -266,12 +247,6 @@ def _of_blocks(x: ir.TensorBox, form: Format, elements: Collection[bool]) -> _Sc
     if True in elements and not same:
         scales[-2] = empty(x, [CeilDiv(m, BLOCK), n], _F32)
     return scales
-
-
-def _largest(x: ir.TensorBox) -> _Tensors:
-    """Returns the largest magnitude of a matrix, for a cast without elements."""
-    part, _ = _parts(x, rows=False, columns=False)
-    return {(CopyPart.LARGEST, False): _VIEW(_AMAX(part, (0, 1), True), [1])}
 
 
 def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tensors:

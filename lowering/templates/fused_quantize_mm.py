@@ -37,11 +37,8 @@ _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes, tiles
 from mxcompile.lowering.kernels.scaled_tile import tile_of
 
-{% if BIASED %}
-{{def_kernel("X", "B", "SB", "BIAS")}}
-{% else %}
-{{def_kernel("X", "B", "SB")}}
-{% endif %}
+{{def_kernel("X", "B", "SB", *(["BIAS"] if BIASED else []))}}
+{% set shape = ("BLOCK_N", "BLOCK_M") if SWAP else ("BLOCK_M", "BLOCK_N") %}
     M = {{size("X", 0)}}
     N = {{size("B", 1)}}
     K = {{size("X", 1)}}
@@ -53,11 +50,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     rs = tl.arange(0, BLOCK_K // 32)
     in_n = rn < N
     b_ptrs = B + rk[:, None].to(INDEX) * {{stride("B", 0)}} + rn[None, :] * {{stride("B", 1)}}
-{% if SWAP %}
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-{% else %}
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-{% endif %}
+    acc = tl.zeros(({{shape|join(", ")}}), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         k = (start + rk).to(INDEX)
         idx_m = rm[:, None]
@@ -96,11 +89,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
 {% endif %}
     mask = (idx_m < M) & (idx_n < N)
-{% if SWAP %}
-    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
-{% else %}
-    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
-{% endif %}
+    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=shape)}}
 """
 
 TEMPLATE = TritonTemplate(name="mx_quantize_mm", grid=mm_grid, source=_SOURCE)

@@ -62,17 +62,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     sb = SB + operand * {{stride("SB", 0)}}
 """
     + TILE
-    + r"""
-{% if COLUMNS %}
-"""
-    + STORE.replace("INDICES", '("idx_n", "idx_m")')
-    + r"""
-{% else %}
-"""
-    + STORE.replace("INDICES", '("idx_m", "idx_n")')
-    + r"""
-{% endif %}
-"""
+    + STORE.replace("INDICES", '("idx_n", "idx_m") if COLUMNS else ("idx_m", "idx_n")')
 )
 
 _K_SOURCE = (

@@ -70,17 +70,7 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 """
     + PARTS
     + indent(GAIN.replace("ACC", "columns"), 8 * " ")
-    + r"""
-{% if COLUMNS %}
-"""
-    + STORE.replace("INDICES", '("idx_n", "idx_m")')
-    + r"""
-{% else %}
-"""
-    + STORE.replace("INDICES", '("idx_m", "idx_n")')
-    + r"""
-{% endif %}
-"""
+    + STORE.replace("INDICES", '("idx_n", "idx_m") if COLUMNS else ("idx_m", "idx_n")')
 )
 
 _K_SOURCE = (

@@ -63,23 +63,11 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile
     sb_ptrs = scale_bytes.typed(SB, BLOCK)
     sb_ptrs += rn[:, None].to(INDEX) * {{stride("SB", 1)}} + rs[None, :].to(INDEX) * {{stride("SB", 0)}}
 {% endif %}
-{% if SWAP %}
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-{% else %}
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-{% endif %}
+    acc = tl.zeros({{"(BLOCK_N, BLOCK_M)" if SWAP else "(BLOCK_M, BLOCK_N)"}}, dtype=tl.float32)
     for start in range(0, tl.cdiv(K, BLOCK_K)):
 {% if EVEN_K %}
-{% if EVEN_M %}
-        a = tl.load(a_ptrs)
-{% else %}
-        a = tl.load(a_ptrs, mask=in_m, other=0.0)
-{% endif %}
-{% if EVEN_N %}
-        b = tl.load(b_ptrs)
-{% else %}
-        b = tl.load(b_ptrs, mask=in_n, other=0.0)
-{% endif %}
+        a = tl.load(a_ptrs{{"" if EVEN_M else ", mask=in_m, other=0.0"}})
+        b = tl.load(b_ptrs{{"" if EVEN_N else ", mask=in_n, other=0.0"}})
 {% else %}
         in_k = start * BLOCK_K + rk < K
         a = tl.load(a_ptrs, mask=in_m & in_k[None, :], other=0.0)

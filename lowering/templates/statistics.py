@@ -138,7 +138,7 @@ class _Cast:
     def samples(self, byte: ir.TensorBox, keep: int) -> ir.TensorBox:
         """Returns `keep` values of the cast, evenly spread."""
         x, byte_of = as_float(self.x), byte.make_loader()
-        sizes = self.x.get_size()
+        _, m, n = sizes = self.x.get_size()
         numel, target = sympy_product(sizes), of_device(self.device)
 
         def value(index: Index) -> Any:
@@ -146,7 +146,7 @@ class _Cast:
             position = inductor.mul(position, inductor.index_expr(numel, torch.int64))
             position = inductor.floordiv(position, inductor.constant(keep, torch.int64))
             at = inductor.indirect_indexing(position, numel, check=False)
-            entry, row, column = _position(at, sizes)
+            entry, row, column = FloorDiv(at, m * n), ModularIndexing(at, n, m), ModularIndexing(at, 1, n)
             scale = inductor.to_dtype(
                 byte_of([entry, FloorDiv(row, self.height), FloorDiv(column, self.width)]), torch.int32
             )
@@ -156,12 +156,6 @@ class _Cast:
             return inductor.mul(elements.rounded(scaled, self.elem, target), scale_value(scale))
 
         return elementwise(self.device, torch.float32, value, [sympy.Integer(keep)])
-
-
-def _position(at: Any, sizes: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Returns matrix, row and column of element number `at` in memory."""
-    _, m, n = sizes
-    return FloorDiv(at, m * n), ModularIndexing(at, n, m), ModularIndexing(at, 1, n)
 
 
 def _joined(rows: ir.TensorBox) -> ir.TensorBox:

@@ -7,7 +7,7 @@ transposed tile, for few rows on a chip whose MMA needs many rows of A but few c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch._inductor import ir
@@ -55,11 +55,8 @@ columns; end_m and N, their ends; begin and end, the range of K in elements; len
 acc (FP32), idx_m, idx_n and mask for `STORE`."""
 
 STORE = r"""
-{% if SWAP %}
-    {{store_output(INDICES, "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
-{% else %}
-    {{store_output(INDICES, "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
-{% endif %}
+    {{store_output(INDICES, "acc", "mask",
+                   val_shape=("BLOCK_N", "BLOCK_M") if SWAP else ("BLOCK_M", "BLOCK_N"))}}
 """
 """Source: stores the tile. INDICES: name of an index for each dimension of the result."""
 
@@ -81,26 +78,24 @@ def select(
     autotuning, if it needs more than codes and scales. span: whether a product may have any part of K.
     keywords: arguments of this template alone.
     """
-    shared = {**coding.arguments, "SPAN": span, **keywords}
+    sizes, depth = V.graph.sizevars, operands[0].get_size()[-1]
     tried = (
-        (template, {**tile, **shared, "WHOLE_K": tile["WHOLE_K"] and not span})
-        for tile in _tiles(operands, layout, rows)
+        (
+            template,
+            {
+                **blocks(tile, swap=swap),
+                "WHOLE_K": sizes.statically_known_multiple_of(depth, tile.block_k) and not span,
+                "INDEX": index_type(*map(_extent, operands[:4])),
+                **coding.arguments,
+                "SPAN": span,
+                **keywords,
+            },
+        )
+        for swap, tile in products(of_device(layout.device), sizes.optimization_hint(rows))
     )
     inputs = examples or dense(coding)
     at_once = examples is not None
     return call.best(template.name, operands, layout, tried, examples=inputs, at_once=at_once)
-
-
-def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:
-    """Yields the arguments of `TILE` for each tile to try; unless autotuning, for the default alone."""
-    a, *_ = operands
-    sizes = V.graph.sizevars
-    for swap, tile in products(of_device(layout.device), sizes.optimization_hint(rows)):
-        yield {
-            **blocks(tile, swap=swap),
-            "WHOLE_K": sizes.statically_known_multiple_of(a.get_size()[-1], tile.block_k),
-            "INDEX": index_type(*map(_extent, operands[:4])),
-        }
 
 
 def blocks(tile: MatmulConfig, *, swap: bool, **more: Any) -> dict[str, Any]:

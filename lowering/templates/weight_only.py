@@ -47,27 +47,20 @@ from mxcompile.lowering.kernels import weight_only_mm as weight_only
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
 {% if ON_TENSOR_CORES %}
     row = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
-    acc = weight_only.dot_sums(
-        X, codes, scales, row, column, first, last, M, N, K,
-        {{stride("X", 0)}}, {{stride("X", 1)}},
-        {{stride("W", 0)}}, {{stride("W", 1)}},
-        {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
-        ELEM, NATIVE, TWO_LEVEL, WORDS, PTX, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-    )
     idx_m = row[None, :]
     idx_n = column[:, None]
 {% else %}
     row = pid // tiles_n
-    acc = weight_only.gemv_sums(
-        X, codes, scales, row, column, first, last, N, K,
-        {{stride("X", 0)}}, {{stride("X", 1)}},
-        {{stride("W", 0)}}, {{stride("W", 1)}},
-        {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
-        ELEM, NATIVE, TWO_LEVEL, WORDS, PTX, BLOCK_N, BLOCK_K, STAGES,
-    )
     idx_m = row + tl.zeros((1, 1), tl.int32)
     idx_n = column[None, :]
 {% endif %}
+    acc = weight_only.sums(
+        X, codes, scales, row, column, first, last, M, N, K,
+        {{stride("X", 0)}}, {{stride("X", 1)}},
+        {{stride("W", 0)}}, {{stride("W", 1)}},
+        {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
+        ELEM, NATIVE, TWO_LEVEL, WORDS, PTX, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ON_TENSOR_CORES,
+    )
 {% if DIVIDED %}
     acc = tl.div_rn(acc, tl.load(WHOLE + idx_n * {{1 if OF_ROWS else 0}}, mask=idx_n < N, other=1.0))
 {% endif %}

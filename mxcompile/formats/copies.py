@@ -84,18 +84,14 @@ class Copy:
     fnuz: bool = False
 
     def __str__(self) -> str:
-        words = [str(self.format), f"@{self.dim}"]
-        if self.dtype is None or self.part is not CopyPart.CODES:
-            words.append(str(self.part))
-        if self.dtype is not None:
-            words.append(str(self.dtype).removeprefix("torch."))
-        if self.transposed:
-            words.append(_TRANSPOSED)
-        if self.fnuz:
-            words.append(_FNUZ)
-        if self.layout is not ScaleLayout.ROW_MAJOR:
-            words.append(str(self.layout))
-        return " ".join(words)
+        words = (
+            *(self.format, f"@{self.dim}"),
+            self.part if self.dtype is None or self.part is not CopyPart.CODES else "",
+            "" if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            *(_TRANSPOSED if self.transposed else "", _FNUZ if self.fnuz else ""),
+            self.layout if self.layout is not ScaleLayout.ROW_MAJOR else "",
+        )
+        return " ".join(filter(None, map(str, words)))
 
     @classmethod
     def parse(cls, word: str) -> Copy:

@@ -93,8 +93,8 @@ class Tile:
     TENSOR: ClassVar[Tile]
 
     def __str__(self) -> str:
-        word = next((word for word, tile in _NAMED_TILES.items() if tile == self), "")
-        return word or f"{self.across}x{self.along}"
+        words = (word for word, tile in _NAMED_TILES.items() if tile == self)
+        return next(words, f"{self.across}x{self.along}")
 
     @property
     def is_square(self) -> bool:
@@ -177,18 +177,12 @@ class Format:
             )
 
     def __str__(self) -> str:
-        words = [self.elem.name, str(self.tile), self.derivation]
-        if self.stochastic:
-            words.append(str(self.elements))
-        if self.amax != MAX:
-            words.append(str(self.amax))
-        if self.transform:
-            words.append(self.transform)
-        if self.scales:
-            words.append(self.scales)
-        if self.packed:
-            words.append(PACKED)
-        return " ".join(words)
+        words = (
+            *(self.elem.name, self.tile, self.derivation, self.elements if self.stochastic else ""),
+            *(self.amax if self.amax != MAX else "", self.transform, self.scales),
+            PACKED if self.packed else "",
+        )
+        return " ".join(filter(None, map(str, words)))
 
     @classmethod
     def parse(cls, word: str) -> Format:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +112,7 @@ class RankReport:
                 *(same[0].kind, same[0].what),
                 spelled(dict.fromkeys(collective.name or "(root)" for collective in same)),
                 *(same[0].phase, f"{same[0].axis} ({same[0].ranks})", same[0].dtype),
-                *(byte_count(same[0].num_bytes), str(len(same)), byte_count(_total(same))),
+                *(byte_count(same[0].num_bytes), str(len(same)), byte_count(sum(c.num_bytes for c in same))),
             ]
             for same in alike.values()
         ]
@@ -168,13 +168,8 @@ def form_of(path: str | Path) -> Callable[[RankReport], str]:
     return files.form_of(path, _FORMS, "rank report")
 
 
-def _total(collectives: Iterable[Collective]) -> int:
-    return sum(collective.num_bytes for collective in collectives)
-
-
-def _beside(collectives: Iterable[Collective]) -> str:
+def _beside(collectives: Sequence[Collective]) -> str:
     """Returns the bytes of `collectives`, and the bytes without mxcompile if they differ."""
-    same = tuple(collectives)
-    total, without = _total(same), sum(collective.without_bytes for collective in same)
+    total, without = (sum(getattr(c, name) for c in collectives) for name in ("num_bytes", "without_bytes"))
     more = "" if total == without else f", without mxcompile {byte_count(without)} ({total / without:.0%})"
     return f"{byte_count(total)}{more}"

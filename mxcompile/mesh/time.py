@@ -63,7 +63,12 @@ class RankWork:
             for kind, us in _by_kind(side, rates).items():
                 by_kind[kind] += us
         batches = self.microbatches
-        around = {"FSDP's copies": self._copied(), "loss": batches * loss_bytes(self.logits)}
+        copied = sum(  # out of gather buffers and into reduction buffers
+            2 * self.times(c) * self.contributed_bytes(c) * (c.ranks if c.kind == "all-gather" else 1)
+            for c in self._of_fsdp()
+            if c.kind in ("all-gather", "reduce-scatter")
+        )
+        around = {"FSDP's copies": copied, "loss": batches * loss_bytes(self.logits)}
         around |= update_bytes(self.gradients)
         activations = sum(self._activations_us(phase, links, rates) for phase in PHASES)
         repeats = batches - 1 if self._gathers_in_backward else 0
@@ -108,15 +113,6 @@ class RankWork:
         everything = sum(links.us(c, self.contributed_bytes(c), rates) for c in self.sent)
         exposed = sum(us for part, us in self.parts(links, rates).items() if "exposed" in part)
         return max(everything - exposed, 0.0)
-
-    def _copied(self) -> int:
-        """Returns the bytes of FSDP2's copies out of gather buffers and into reduction buffers."""
-        total = 0
-        for collective in self._of_fsdp():
-            if collective.kind in ("all-gather", "reduce-scatter"):
-                whole = collective.ranks if collective.kind == "all-gather" else 1
-                total += 2 * self.times(collective) * self.contributed_bytes(collective) * whole
-        return total
 
     def times(self, collective: Collective) -> int:
         """Returns how often a step runs a collective; activations and freed weights: per micro-batch."""

@@ -152,12 +152,11 @@ def _formats(name: str, operands: str) -> str:
 
 
 def _problems(shared_bytes: int, tmem_columns: int, target: Target) -> list[str]:
-    problems = []
-    if shared_bytes > target.shared_bytes:
-        problems.append(f"{shared_bytes} bytes of shared memory, {target.name} has {target.shared_bytes}")
-    if tmem_columns > target.tmem_columns:
-        problems.append(f"{tmem_columns} columns of tensor memory, {target.name} has {target.tmem_columns}")
-    return problems
+    limits = (
+        (shared_bytes, "bytes of shared memory", target.shared_bytes),
+        (tmem_columns, "columns of tensor memory", target.tmem_columns),
+    )
+    return [f"{needs} {unit}, {target.name} has {has}" for needs, unit, has in limits if needs > has]
 
 
 def _resources(text: Mapping[str, str], image: Mapping[str, bytes]) -> tuple[int, int]:

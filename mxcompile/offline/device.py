@@ -29,10 +29,9 @@ from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD, BAC
 from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import KEY, set_tag, tags_of
 from mxcompile.lowering.targets import Target
-from mxcompile.ops.view import argument_of, arguments_of
+from mxcompile.ops.view import argument_of, arguments_of, results_of
 
 _PADDED = 16  # elements; kernels require this alignment of a mask's rows
-
 
 CUDNN, FLASH = "cudnn", "flash"
 """Backends of attention without a mask."""
@@ -92,15 +91,15 @@ class _Attention:
 
     def replace(self) -> None:
         """Replaces all attention operators; each backward reads the saved results of its new forward."""
-        for node in list(self._graph.nodes):
-            if packet(node) is BACKENDS["cpu"].forward:
-                self._replace_forward(node)
-        for node in list(self._graph.nodes):
-            if packet(node) is BACKENDS["cpu"].backward:
-                self._replace_backward(node)
+        cpu = BACKENDS["cpu"]
+        for old, replaced in ((cpu.forward, self._replace_forward), (cpu.backward, self._replace_backward)):
+            for node in list(self._graph.nodes):
+                if packet(node) is old:
+                    replaced(node)
 
     def _replace_forward(self, node: fx.Node) -> None:
-        q, k, v, dropout, causal, mask, scale = (argument_of(node, name) for name in _FORWARD_ARGUMENTS)
+        names = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
+        q, k, v, dropout, causal, mask, scale = (argument_of(node, name) for name in names)
         arguments: tuple[Any, ...]
         with self._graph.inserting_before(node):
             if mask is not None:
@@ -115,12 +114,11 @@ class _Attention:
             target = BACKENDS[backend].forward.default
             new = self._call(target, q, k, v, *arguments, like=node, scale=scale)
         set_tag(new, *tags_of(node))
-        for user in list(node.users):
-            if user.target is operator.getitem:
-                with self._graph.inserting_before(user):
-                    item = self._call(operator.getitem, new, user.args[1], like=user)
-                user.replace_all_uses_with(item)
-                self._graph.erase_node(user)
+        for index, user in list(results_of(node)):
+            with self._graph.inserting_before(user):
+                item = self._call(operator.getitem, new, index, like=user)
+            user.replace_all_uses_with(item)
+            self._graph.erase_node(user)
         self._graph.erase_node(node)
 
     def _bias(self, q: fx.Node, k: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
@@ -189,6 +187,3 @@ def _fits_cudnn(q: fx.Node) -> bool:
     head = value.shape[-1]
     halves = (torch.bfloat16, torch.float16)
     return value.dtype in halves and isinstance(head, int) and head <= _CUDNN_HEAD and head % 8 == 0
-
-
-_FORWARD_ARGUMENTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,13 @@ from mxcompile.compiler.rehearsal import apart
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
-from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, check, of_chip
 from mxcompile.models.arguments import ModelInput
 from mxcompile.offline import kernel_work
 from mxcompile.offline.binary import Binary, cross_compile
 from mxcompile.offline.device import attention_backend
 from mxcompile.offline.driver import Driver, Generated
-from mxcompile.offline.estimate import Work, library_work
+from mxcompile.offline.estimate import library_work
 from mxcompile.offline.launch import CASTS, COLLECTIVE, Kernel, Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.record_work import WIDE, estimate
@@ -109,15 +108,17 @@ def codegen(
     backend = attention_backend(chip, attention)
     driven = partial(_driven, model, args, named, mesh, parallel, options, training, backend)
     parts, generated = apart(driven)
-    report = Report.from_parts(parts, target=target, policy=options.policy.label)
+    report = estimate(Report.from_parts(parts, target=target, policy=options.policy.label))
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
     launches, kernels = _cross_compiled(generated, chip, chip_rates, wide)
+    spills = tuple(kernel.spill for kernel in kernels if kernel.is_template and kernel.binary.spill_bytes)
+    summary = dataclasses.replace(report.summary, warnings=report.summary.warnings + spills)
     result = CodegenResult(
         target=target,
         launches=tuple(launches),
         kernels=tuple(kernels),
         wrappers={phase: graph.source for phase, graph in _named(generated)},
-        report=_with_spills(estimate(report), kernels),
+        report=dataclasses.replace(report, summary=summary),
         rates=chip_rates,
     )
     if out_dir is not None:
@@ -175,13 +176,6 @@ def _driven(
         return driver.parts, driver.generated
 
 
-def _with_spills(report: Report, kernels: Iterable[Kernel]) -> Report:
-    """Returns `report` with a warning for each of mxcompile's kernels that spills registers."""
-    spills = tuple(kernel.spill for kernel in kernels if kernel.is_template and kernel.binary.spill_bytes)
-    summary = dataclasses.replace(report.summary, warnings=report.summary.warnings + spills)
-    return dataclasses.replace(report, summary=summary)
-
-
 _SCALES = {"(tensor": "fp8_tensor", "(channel": "fp8_channel", "(1x128": "fp8_block"}
 """Kinds of rates by the prefix of the scale granularity in the record of a library's FP8 product."""
 
@@ -204,7 +198,11 @@ class _Worker:
         if self.rates.target.peak is None or self.launch.kind == COLLECTIVE:
             return self.launch
         facts = None if kernel is None else self._facts(kernel.binary)
-        work = self._library_work() if facts is None else facts.work
+        if facts is not None:
+            work = facts.work
+        else:
+            moved, flops, target = self.launch.num_bytes, self.launch.flops, self.rates.target
+            work = library_work(num_bytes=moved, flops=flops, product=self._product(), target=target)
         return dataclasses.replace(self.launch, facts=facts, work=work, estimate=work.estimate(self.rates))
 
     def time(self, binary: Binary) -> float:
@@ -219,14 +217,6 @@ class _Worker:
             source=self.source,
             numbers=self.call.numbers,
             binary=binary,
-            target=self.rates.target,
-        )
-
-    def _library_work(self) -> Work:
-        return library_work(
-            num_bytes=self.launch.num_bytes,
-            flops=self.launch.flops,
-            product=self._product(),
             target=self.rates.target,
         )
 
@@ -270,6 +260,7 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
         products = [node for node in nodes if multiplies and node not in launched]
         launched.update(products)  # a later kernel that sums a product's parts has it among its origins, too
         tags = [tag for node in products for tag in graph.gemms.get(node, ())]
+        attention = sum(graph.attention_flops.get(node, 0.0) for node in products)
         only_casts = bool(computed) and CASTS.issuperset(computed)
         launches.append(
             Launch(
@@ -280,18 +271,12 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
                 operators=computed,
                 cast=_source(call, written_by) if call.generated and only_casts else "",
                 num_bytes=call.num_bytes,
-                flops=_flops(products, tags, graph),
+                flops=attention or sum(tag.flops for tag in dict.fromkeys(tags)),
                 library="" if call.generated else next((tag.kernel for tag in tags), ""),
             )
         )
         written_by |= dict.fromkeys(call.writes, "generated" if call.generated else "library")
     return launches
-
-
-def _flops(nodes: Sequence[str], tags: Sequence[GemmTag], graph: Generated) -> float:
-    """Returns the FLOPs of the products of `nodes`, whose tags are `tags`."""
-    attention = sum(graph.attention_flops.get(node, 0.0) for node in nodes)
-    return attention or sum(tag.flops for tag in dict.fromkeys(tags))
 
 
 def _source(call: KernelCall, written_by: dict[str, str]) -> str:

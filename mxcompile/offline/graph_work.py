@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from networkx.utils import UnionFind
 from torch import Tensor, fx
@@ -42,15 +41,12 @@ def works(graph: fx.Graph, target: Target, count: Callable[[str], int]) -> Works
 
     count: returns the number of equal layers that the module at a path represents.
     """
-    reader = _Reader(target)
     total: Works = Counter()
     for node in graph.nodes:
-        if node.op == "call_function" and tags_of(node):
-            tags = tags_of(node)
-            total[reader.product(node, tags)] += count(tags[0].name)
+        if node.op == "call_function" and (tags := tags_of(node)):
+            total[_product(node, tags, target)] += count(tags[0].name)
     for members in _launches(graph):
-        entry = reader.streamed(members)
-        if entry is not None:
+        if (entry := _streamed(members)) is not None:
             total[entry] += max(count(module_of(node)[0]) for node in members)
     return total
 
@@ -64,63 +60,58 @@ def unwritten(graph: fx.Graph) -> set[fx.Node]:
     return inside
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads the work of launches from a graph for the chip `target`."""
+def _product(node: fx.Node, tags: tuple[GemmTag, ...], target: Target) -> tuple[str, Work]:
+    """Returns kind and work of a node that multiplies matrices."""
+    moved = sum(_bytes(base(operand)) for operand in dict.fromkeys(node.all_input_nodes))
+    moved += _bytes(node) or sum(map(_bytes, node.users))
+    if called_packet(node) in ATTENTIONS:
+        masked = arguments_of(node).get("attn_mask") is not None
+        rate = "efficient" if masked else attention_backend(target)
+        rate += "_backward" if packet(node) in ATTENTION_BACKWARD else ""
+        kind, flops = "attention", attention_flops(node)
+    else:
+        kind, flops, rate = "product", sum(tag.flops for tag in tags), _rate(node, tags[0], target)
+    return kind, library_work(num_bytes=moved, flops=flops, product=rate, target=target)
 
-    target: Target
 
-    def product(self, node: fx.Node, tags: tuple[GemmTag, ...]) -> tuple[str, Work]:
-        """Returns kind and work of a node that multiplies matrices."""
-        moved = sum(self._bytes(base(operand)) for operand in dict.fromkeys(node.all_input_nodes))
-        moved += self._bytes(node) or sum(map(self._bytes, node.users))
-        if called_packet(node) in ATTENTIONS:
-            masked = arguments_of(node).get("attn_mask") is not None
-            kind = "efficient" if masked else attention_backend(self.target)
-            kind += "_backward" if packet(node) in ATTENTION_BACKWARD else ""
-            return "attention", self._library(moved, attention_flops(node), kind)
-        return "product", self._library(moved, sum(tag.flops for tag in tags), self._rate(node, tags[0]))
+def _rate(node: fx.Node, tag: GemmTag, target: Target) -> str:
+    """Returns the kind of rate for a product."""
+    product = Product.from_node(node)
+    if product is not None and product.is_packed:
+        is_matrix = not product.is_grouped and node.meta["val"].ndim == 2
+        return product_kind(Family.PACKED, product.forms[0], target, by_library=is_matrix)
+    if tag.formats is not None:
+        usual = (family for family in families(tag.formats, target) if family is not Family.PACKED)
+        return product_kind(next(usual), tag.formats[0], target) or "bf16"
+    value = node.meta.get("val")
+    return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
 
-    def _library(self, num_bytes: float, flops: float, kind: str) -> Work:
-        return library_work(num_bytes=num_bytes, flops=flops, product=kind, target=self.target)
 
-    def _rate(self, node: fx.Node, tag: GemmTag) -> str:
-        """Returns the kind of rate for a product."""
-        product = Product.from_node(node)
-        if product is not None and product.is_packed:
-            is_matrix = not product.is_grouped and node.meta["val"].ndim == 2
-            return product_kind(Family.PACKED, product.forms[0], self.target, by_library=is_matrix)
-        if tag.formats is not None:
-            usual = (family for family in families(tag.formats, self.target) if family is not Family.PACKED)
-            return product_kind(next(usual), tag.formats[0], self.target) or "bf16"
-        value = node.meta.get("val")
-        return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
+def _streamed(members: list[fx.Node]) -> tuple[str, Work] | None:
+    """Returns kind and work of the launch of `members`; None if it moves no bytes."""
+    inside = set(members)
+    written = sum(_bytes(node) for node in _results(members) if _is_read_outside(node, inside))
+    operators = {packet(node) for node in members}
+    times = 2 if _reads_again(members, is_cast=not operators.isdisjoint(ops.CASTS)) else 1
+    moved = times * _read(members, inside) + written
+    kind = "rest" if operators.isdisjoint(ops.CAST_WORK) else "cast"
+    return (kind, Work(num_bytes=float(moved))) if moved else None
 
-    def streamed(self, members: list[fx.Node]) -> tuple[str, Work] | None:
-        """Returns kind and work of the launch of `members`; None if it moves no bytes."""
-        inside = set(members)
-        read = self._read(members, inside)
-        written = sum(self._bytes(node) for node in _results(members) if _is_read_outside(node, inside))
-        operators = {packet(node) for node in members}
-        times = 2 if _reads_again(members, is_cast=not operators.isdisjoint(ops.CASTS)) else 1
-        moved = times * read + written
-        kind = "rest" if operators.isdisjoint(ops.CAST_WORK) else "cast"
-        return (kind, Work(num_bytes=float(moved))) if moved else None
 
-    def _read(self, members: list[fx.Node], inside: set[fx.Node]) -> int:
-        """Returns the bytes that `inside` reads from other nodes; through a view, the bytes of the view."""
-        views: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
-        for node in members:
-            for producer in node.all_input_nodes:
-                source = base(producer)
-                if _producer(source) not in inside:
-                    shown = self._bytes(node if packet(node) in LOOKUPS else producer)
-                    views[source][producer] = shown
-        return sum(min(self._bytes(source), sum(shown.values())) for source, shown in views.items())
+def _read(members: list[fx.Node], inside: set[fx.Node]) -> int:
+    """Returns the bytes that `inside` reads from other nodes; through a view, the bytes of the view."""
+    views: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
+    for node in members:
+        for producer in node.all_input_nodes:
+            source = base(producer)
+            if _producer(source) not in inside:
+                views[source][producer] = _bytes(node if packet(node) in LOOKUPS else producer)
+    return sum(min(_bytes(source), sum(shown.values())) for source, shown in views.items())
 
-    def _bytes(self, node: fx.Node) -> int:
-        """Returns the bytes of the value of `node`."""
-        return sum(map(bytes_of, tree_leaves(node.meta.get("val"))))
+
+def _bytes(node: fx.Node) -> int:
+    """Returns the bytes of the value of `node`."""
+    return sum(map(bytes_of, tree_leaves(node.meta.get("val"))))
 
 
 def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:

@@ -82,6 +82,7 @@ def read(
     """Returns the figures of a generated kernel. numbers: numeric launch arguments, the grid last."""
     sizes = {name: int(value) for name, value in _NUMBER.findall(source)}
     sizes |= {name: value for name, value in binary.settings.items() if isinstance(value, int)}
+    sizes.setdefault("num_warps", 4)
     code = parse(binary.text.get("sass") or binary.text.get("amdgcn", ""))
     programs = _programs(source, sizes, numbers)
     if not programs or not code.instructions:
@@ -90,6 +91,9 @@ def read(
     tiles = launched.tiles_of_a_processor
     cycles = _cycles_of_us(target)
     issued, barriers = launched.between
+    between = issued / _SUSTAINED_ISSUE + barriers * BARRIER_CYCLES
+    steady = launched.steady
+    waves = math.ceil(programs / (target.processors * launched.resident))
     return Facts(
         work=Work(
             num_bytes=num_bytes,
@@ -100,16 +104,16 @@ def read(
             between_issue_us=tiles * issued / cycles,
             between_us=tiles * barriers * BARRIER_CYCLES / cycles,
             waits=tiles * launched.waits,
-            round_trips=launched.turns * code.round_trips(launched.trips),
+            round_trips=waves * code.round_trips(launched.trips),
             serial=launched.serial,
         ),
         programs=programs,
         resident=launched.resident,
         instructions=launched.instructions,
         per_element=launched.per_element,
-        between=launched.between_cycles / launched.busy_cycles if launched.steady else None,
-        barriers=code.barriers(launched.steady) if launched.steady else None,
-        waits=code.waits(launched.steady) if launched.steady else None,
+        between=between / launched.busy_cycles if steady else None,
+        barriers=code.barriers(steady) if steady else None,
+        waits=code.waits(steady) if steady else None,
         understood=all(loop in launched.trips for loop in code.loops),
     )
 
@@ -129,9 +133,9 @@ class _Launched:
     target: Target
     specialized: bool = False
 
-    @cached_property
+    @property
     def warps(self) -> int:
-        return self.sizes.get("num_warps", 4)
+        return self.sizes["num_warps"]
 
     @cached_property
     def resident(self) -> int:
@@ -197,7 +201,9 @@ class _Launched:
             return by_loop | self._trips_of_warps(by_loop[self.around])
         rounds = self._rounds()
         if rounds is not None:
-            rounds /= self._written_out
+            in_source = parse(self.binary.text.get("ptx", "")).loads_in_loops
+            unrolled = max(1, self.code.loads_in_loops // in_source) if in_source else 1
+            rounds /= unrolled
             by_loop |= {loop: rounds for loop in self.code.loops if loop.depth == 0 and loop not in by_loop}
         return by_loop
 
@@ -217,12 +223,6 @@ class _Launched:
                 return math.ceil(self.sizes[extent] / self.sizes[block])
         return self.steps if {"K", "BLOCK_K"} <= self.sizes.keys() else None
 
-    @property
-    def _written_out(self) -> int:
-        """Unroll factor: iterations of a source loop per iteration in the machine code."""
-        before = parse(self.binary.text.get("ptx", "")).loads_in_loops
-        return max(1, self.code.loads_in_loops // before) if before else 1
-
     @cached_property
     def serial(self) -> bool:
         """Whether blocks, few per SM, synchronize in every iteration of a loop without products."""
@@ -240,11 +240,6 @@ class _Launched:
         """Time in µs to issue all instructions if every issue slot is in use."""
         slots = self.target.issue_rate * self.target.processors
         return self.programs * self.warps * self.instructions / (slots * _cycles_of_us(self.target))
-
-    @cached_property
-    def turns(self) -> int:
-        """Number of waves of programs."""
-        return math.ceil(self.programs / (self.target.processors * self.resident))
 
     @cached_property
     def tiles_of_a_processor(self) -> int:
@@ -271,8 +266,7 @@ class _Launched:
     @cached_property
     def waits(self) -> int:
         """Waits of a tile for loads in its steps along K; 0 if another block shares the SM."""
-        alone = self.steady is not None and self.resident == 1
-        return self.steps * self.code.waits(self.steady) if alone and self.steady else 0
+        return self.steps * self.code.waits(self.steady) if self.steady and self.resident == 1 else 0
 
     @cached_property
     def product(self) -> str:
@@ -312,12 +306,6 @@ class _Launched:
         if not self.specialized:
             return issued * self.warps / self.target.issue_rate, barriers
         return issued + self._uncovered_cycles() * _SUSTAINED_ISSUE, 0.0
-
-    @property
-    def between_cycles(self) -> float:
-        """Cycles between two tiles at the sustained issue rate."""
-        issued, barriers = self.between
-        return issued / _SUSTAINED_ISSUE + barriers * BARRIER_CYCLES
 
     @property
     def busy_cycles(self) -> float:

@@ -9,6 +9,7 @@ and merges loads of others.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -163,10 +164,7 @@ class MachineCode:
         return ((at, instruction) for at, instruction in enumerate(self.instructions) if first <= at <= last)
 
     def _times(self, position: int, trips: Mapping[Loop, float]) -> float:
-        times = 1.0
-        for loop in self.inner(position):
-            times *= trips.get(loop, 1.0)
-        return times
+        return math.prod((trips.get(loop, 1.0) for loop in self.inner(position)), start=1.0)
 
 
 def disassemble(cubin: bytes) -> str:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.estimate import Estimate
 from mxcompile.offline.launch import INDISTINGUISHABLE, KINDS, Kernel, Launch, Step
 from mxcompile.offline.rates import Rates
 from mxcompile.report import Report
+from mxcompile.report.forms.tables import drawn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +106,7 @@ class CodegenResult:
 def _as_data(result: CodegenResult) -> dict[str, Any]:
     step = result.step
     names = ("us", "by_kind", "by_reason", "num_bytes", "cast_memory_us", "launches", "unclear", "cast_ratio")
+    figures = ("registers", "spill_bytes", "shared_bytes", "tmem_columns", "mma", "problems")
     return {
         "schema": 1,
         "target": result.target,
@@ -121,12 +121,7 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
                 "name": kernel.name,
                 "config": kernel.binary.config,
                 "configs": kernel.binary.num_configs,
-                "registers": kernel.binary.registers,
-                "spill_bytes": kernel.binary.spill_bytes,
-                "shared_bytes": kernel.binary.shared_bytes,
-                "tmem_columns": kernel.binary.tmem_columns,
-                "mma": list(kernel.binary.mma),
-                "problems": list(kernel.binary.problems),
+                **{name: getattr(kernel.binary, name) for name in figures},
             }
             for kernel in result.kernels
         ],
@@ -136,9 +131,9 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
 
 
 def _estimate_as_data(estimate: Estimate | None) -> dict[str, Any] | None:
-    return (
-        None if estimate is None else {"us": estimate.us, "by": estimate.by, **dataclasses.asdict(estimate)}
-    )
+    if estimate is None:
+        return None
+    return {"us": estimate.us, "by": estimate.by, **dataclasses.asdict(estimate)}
 
 
 def _totals(launches: Sequence[Launch]) -> str:
@@ -166,18 +161,17 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
         rows.append(
             [
                 _short(kernel, 22),
-                len(same),
+                str(len(same)),
                 _short(_computed(same), 21),
                 f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
                 *_estimates(same, result.rates),
                 _short(_instruction(binary), 12),
-                binary.registers or "",
+                str(binary.registers or ""),
                 f"{binary.shared_bytes / 1024:.0f}" if kernel in binaries else "",
             ]
         )
     headers = ["kernel", "×", "computes", "MB", "µs ≈", "by", "MMA", "regs", "KiB"]
-    aligned = ("left", "right", "left", "right", "right")
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+    return drawn([headers, *rows], colalign=("left", "right", "left", "right", "right"))
 
 
 def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
@@ -255,7 +249,7 @@ def side_by_side(results: Mapping[str, CodegenResult]) -> str:
     rows.append(["launches", *(str(step.launches) for step in steps.values())])
     target = next(iter(results.values())).target
     title = f"estimates on {target} from the machine code, not measured"
-    compared = tabulate(rows, headers=["", *steps], disable_numparse=True, stralign="right")
+    compared = drawn([["", *steps], *rows], stralign="right")
     return "\n".join([title, compared, *_indistinguishable(steps)])
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -110,61 +110,36 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _driver(target: Target) -> SimpleNamespace:
-    """Returns a Triton driver for a chip that is compiled for but never launched on."""
-    answers = {
+def _answers(target: Target) -> dict[str, Any]:
+    """Returns the results of functions of ``torch.cuda``, Dynamo's interface and Triton's driver, by name."""
+    properties, capability = _properties(target), _capability(target)
+    zeros = (
+        *("current_device", "exchange_device", "maybe_exchange_device", "get_raw_stream"),
+        *("_exchange_device", "_maybe_exchange_device", "get_current_device", "get_current_stream"),
+    )
+    yes = ("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported", "is_triton_capable")
+    nothing = ("set_device", "synchronize", "set_rng_state", "_lazy_init", "raise_if_triton_unavailable")
+    return {
+        **dict.fromkeys(zeros, 0),
+        **dict.fromkeys(yes, True),
+        **dict.fromkeys(nothing, None),
+        **dict.fromkeys(("get_device_properties", "_get_device_properties"), properties),
+        "device_count": 1,
+        "get_device_capability": capability,
+        "get_compute_capability": target.arch,
+        "get_device_name": properties.name,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "get_current_target": triton_target(target),
-        "get_device_capability": _capability(target),
-        "get_current_device": 0,
-        "get_current_stream": 0,
         "get_active_torch_device": DEVICE,
     }
-    return SimpleNamespace(**{name: _always(answer) for name, answer in answers.items()})
 
 
-def _both(properties: SimpleNamespace) -> dict[str, Any]:
-    """Returns the return values of functions that ``torch.cuda`` and Dynamo's interface share."""
-    return {
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
-        "get_device_properties": properties,
-        "is_bf16_supported": True,
-    }
-
-
-def _interface(properties: SimpleNamespace, arch: Any) -> type:
+def _interface(functions: Mapping[str, Callable[..., Any]]) -> type:
     """Returns Dynamo's device interface for the stand-in."""
-    constants = _both(properties) | {
-        "exchange_device": 0,
-        "maybe_exchange_device": 0,
-        "get_raw_stream": 0,
-        "get_compute_capability": arch,
-        "is_triton_capable": True,
-        "raise_if_triton_unavailable": None,
-    }
-    members = {name: staticmethod(_always(value)) for name, value in constants.items()}
+    members = {name: staticmethod(function) for name, function in functions.items()}
     worker = {name: members[name] for name in ("get_device_properties", "current_device", "set_device")}
     base = device_interface.CudaInterface
     return type("StandIn", (base,), {**members, "Worker": type("Worker", (base.Worker,), worker)})
-
-
-def _torch_cuda(properties: SimpleNamespace) -> dict[str, Any]:
-    """Returns the return values of patched ``torch.cuda`` functions."""
-    return _both(properties) | {
-        "is_initialized": True,
-        "_get_device_properties": properties,
-        "get_device_capability": (properties.major, properties.minor),
-        "get_device_name": properties.name,
-        "is_tf32_supported": True,
-        "_lazy_init": None,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": None,
-    }
 
 
 def _getitem(x: FakeTensor, index: Any) -> Any:
@@ -190,9 +165,8 @@ def _meta(tensor: Tensor) -> Tensor:
 @contextmanager
 def stand_in(target: Target) -> Iterator[None]:
     """Patches torch and Triton to compile for `target`, a GPU, on any machine."""
-    properties = _properties(target)
-    interface = _interface(properties, target.arch)
-    patches: dict[str, Any] = {name: _always(answer) for name, answer in _torch_cuda(properties).items()}
+    functions: dict[str, Any] = {name: _always(answer) for name, answer in _answers(target).items()}
+    interface = _interface(functions)
     operators: dict[str, Any] = {
         "__invert__": lambda x: torch.bitwise_not(x),
         "__getitem__": _getitem,
@@ -203,7 +177,7 @@ def stand_in(target: Target) -> Iterator[None]:
     with _LOCK, ExitStack() as stack:
         enter = stack.enter_context
         stack.callback(_forget)
-        enter(mock.patch.multiple(torch.cuda, create=True, **patches))
+        enter(mock.patch.multiple(torch.cuda, create=True, **functions))
         enter(mock.patch.object(torch.version, "cuda", None if _is_amd(target) else _CUDA))
         enter(mock.patch.object(torch.version, "hip", _HIP if _is_amd(target) else None))
         both = {"cuda": interface, "cuda:0": interface}
@@ -212,7 +186,7 @@ def stand_in(target: Target) -> Iterator[None]:
         enter(mock.patch.dict(device_interface.caching_worker_current_devices))
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))  # it searches for a GPU
         enter(mock.patch.object(fake_tensor, "init_gpu_context", _always(None)))  # it starts CUDA
-        enter(mock.patch.object(triton.runtime.driver, "_active", _driver(target)))
+        enter(mock.patch.object(triton.runtime.driver, "_active", SimpleNamespace(**functions)))
         enter(mock.patch.multiple(FakeTensor, create=True, **operators))  # they enter the device of a tensor
         _forget()
         yield

@@ -83,7 +83,8 @@ class TrainingStep:
         forward, backward = ([work for _, work in side] for side in (layer.forward, layer.backward))
         batches, shard = self.micro_batches, self.parameters / self.gpus
         layers_us = self.layers * total([*forward, *backward], rates)
-        recomputed_us = self.layers * self._recomputed_us(layer, rates)
+        repeated = {"none": (), "selective": layer.selected, "full": layer.forward}[self.recompute]
+        recomputed_us = self.layers * float(total([work for _, work in repeated], rates))
         logits = self.tokens * self.vocabulary
         head = library_work(
             num_bytes=2 * (logits + (self.tokens + self.vocabulary) * self.width),
@@ -126,12 +127,6 @@ class TrainingStep:
             return 0.0
         parameter_bytes = 2 * 2 + 4
         return parameter_bytes * self.parameters * (self.gpus - 1) / self.gpus / (self.link_gbs * 1e3)
-
-    def _recomputed_us(self, layer: LayerWork, rates: Rates) -> float:
-        if self.recompute == "none":
-            return 0.0
-        chosen = layer.forward if self.recompute == "full" else layer.selected
-        return total([work for _, work in chosen], rates)
 
 
 def update_bytes(gradient_bytes: float) -> dict[str, float]:

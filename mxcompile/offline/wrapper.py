@@ -178,11 +178,8 @@ class _ModuleReader:
 
     def _handle(self, line: int) -> str:
         """Returns the handle in the comments directly above a launch."""
-        for above in reversed(self._lines[max(0, line - 8) : line - 1]):
-            match = _HANDLE.search(above)
-            if match:
-                return match.group(1)
-        return ""
+        matches = map(_HANDLE.search, reversed(self._lines[max(0, line - 8) : line - 1]))
+        return next((match[1] for match in matches if match), "")
 
 
 def _parameters(kernel: str, source: str) -> list[str]:

@@ -83,12 +83,7 @@ def _matmul(
     tensors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
-    return _product(a, b, bias, out_dtype, _factor(tensors))
-
-
-def _factor(tensors: Sequence[Tensor] | None) -> Tensor | None:
-    """Returns the product of the scales of tensors, or None without scales."""
-    return functools.reduce(torch.mul, tensors) if tensors else None
+    return _rounded(a @ b, out_dtype, bias, tensors)
 
 
 def _grouped_matmul(
@@ -103,15 +98,14 @@ def _grouped_matmul(
     tensors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
-    out, factor = grouped_product(a, b, offs), _factor(tensors)
-    return (out if factor is None else out * factor).to(out_dtype)
+    return _rounded(grouped_product(a, b, offs), out_dtype, None, tensors)
 
 
-def _product(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, alpha: Tensor | None = None
+def _rounded(
+    out: Tensor, out_dtype: torch.dtype, bias: Tensor | None, tensors: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """Returns the product of FP32 operands (· alpha) (+ bias), rounded once to `out_dtype`."""
-    out = a @ b if alpha is None else a @ b * alpha
+    """Returns the FP32 product `out` (· scales of tensors) (+ bias), rounded once to `out_dtype`."""
+    out = out * functools.reduce(torch.mul, tensors) if tensors else out
     return (out if bias is None else out + bias).to(out_dtype)
 
 
@@ -125,7 +119,7 @@ def _weight_only_mm(
     global_scale: Tensor | None = None,
 ) -> Tensor:
     weight = decoded(qdata, scale, -1, fmt, torch.float32, global_scale=global_scale)
-    return _product(x.to(torch.float32), weight.t(), bias, out_dtype)
+    return _rounded(x.to(torch.float32) @ weight.t(), out_dtype, bias)
 
 
 def _quantize_mm(
@@ -141,7 +135,7 @@ def _quantize_mm(
 ) -> Tensor:
     """Multiplies `x`, cast along K, by `b`. qdata, scale: the cast of x, for kernels that read it."""
     values = decoded(*encode_tensors(x, -1, Format.parse(format_x)), -1, format_x, torch.float32)
-    return _product(values, _values(b, scale_b, -2, format_b), bias, out_dtype)
+    return _rounded(values @ _values(b, scale_b, -2, format_b), out_dtype, bias)
 
 
 def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -153,17 +147,15 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     match a.ndim, b.ndim:
         case 2, 2:
-            out = torch.stack([a[:, span] @ b[span] for span in spans])
-        case 2, 3:
-            out = a.new_zeros(a.shape[0], b.shape[-1])
-            for group, span in enumerate(spans):
-                out[span] = a[span] @ b[group]
-        case 3, 2:
-            out = a.new_zeros(a.shape[1], b.shape[-1])
-            for group, span in enumerate(spans):
-                out[:, span] = a[group] @ b[:, span]
-        case _:
-            out = a @ b
+            return torch.stack([a[:, span] @ b[span] for span in spans])
+        case 3, 3:
+            return a @ b
+    out = a.new_zeros(_grouped_shape(a, b, offs))
+    for group, span in enumerate(spans):
+        if a.ndim == 2:
+            out[span] = a[span] @ b[group]
+        else:
+            out[:, span] = a[group] @ b[:, span]
     return out
 
 
