@@ -56,44 +56,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Audit": "mxcompile.analysis.audit",
-    "Backend": "mxcompile.compiler.backend",
-    "CodegenResult": "mxcompile.offline",
-    "ExportedWeights": "mxcompile.checkpoint",
-    "GemmRecord": "mxcompile.report",
-    "MXTensor": "mxcompile.storage",
-    "MeshSweep": "mxcompile.mesh.sweep",
-    "PackagedModel": "mxcompile.checkpoint",
-    "Policy": "mxcompile.policy",
-    "RankReport": "mxcompile.mesh",
-    "Report": "mxcompile.report",
-    "aoti_configs": "mxcompile.serving",
-    "audit": "mxcompile.analysis.audit",
-    "blame": "mxcompile.analysis.blame",
-    "clear_reports": "mxcompile.report",
-    "codegen": "mxcompile.offline",
-    "compare": "mxcompile.analysis.compare",
-    "compile": "mxcompile.compiler.front",
-    "explain": "mxcompile.analysis.explain.explainer",
-    "explain_rank": "mxcompile.analysis.explain.rank",
-    "StoredWeights": "mxcompile.serving",
-    "Watch": "mxcompile.watch",
-    "export_weights": "mxcompile.checkpoint",
-    "gather_reports": "mxcompile.report",
-    "load_package": "mxcompile.checkpoint",
-    "load_quantized": "mxcompile.checkpoint",
-    "QuantizedGathers": "mxcompile.distributed",
-    "quantize": "mxcompile.storage",
-    "quantize_gathers_": "mxcompile.distributed",
-    "quantize_weights_": "mxcompile.serving",
-    "reduce_histories": "mxcompile.compiler.calls.delayed_scales",
-    "reports": "mxcompile.report",
-    "save_package": "mxcompile.checkpoint",
-    "save_quantized": "mxcompile.checkpoint",
-    "static_cache": "mxcompile.serving",
-    "sweep_meshes": "mxcompile.analysis.explain.rank",
-    "tune": "mxcompile.analysis.tune",
+    name: f"mxcompile.{module}"
+    for module, names in {
+        "analysis.audit": "Audit audit",
+        "analysis.blame": "blame",
+        "analysis.compare": "compare",
+        "analysis.explain.explainer": "explain",
+        "analysis.explain.rank": "explain_rank sweep_meshes",
+        "analysis.tune": "tune",
+        "checkpoint": "ExportedWeights PackagedModel export_weights load_package load_quantized save_package"
+        " save_quantized",
+        "compiler.backend": "Backend",
+        "compiler.calls.delayed_scales": "reduce_histories",
+        "compiler.front": "compile",
+        "distributed": "QuantizedGathers quantize_gathers_",
+        "mesh": "RankReport",
+        "mesh.sweep": "MeshSweep",
+        "offline": "CodegenResult codegen",
+        "policy": "Policy",
+        "report": "GemmRecord Report clear_reports gather_reports reports",
+        "serving": "StoredWeights aoti_configs quantize_weights_ static_cache",
+        "storage": "MXTensor quantize",
+        "watch": "Watch",
+    }.items()
+    for name in names.split()
 }
+"""The module of each public name."""
 
 __all__ = ["__version__", *_HOME]
 

@@ -8,6 +8,7 @@ estimates    without a run of the model: bytes saved for backward, estimated tim
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from mxcompile.analysis.study.stats import lowest_by
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Gemm, Policy
-from mxcompile.report import Numerics, Report
+from mxcompile.report import Report
 from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 from mxcompile.report.forms.words import byte_count, duration
 
@@ -58,13 +59,35 @@ class Comparison:
             lines += ["", *wrapped([title]), "", drawn(fitted(layers[: _ROWS + 1], ("layer",)))]
         if len(layers) > _ROWS + 1:
             lines.append(f"… and {len(layers) - _ROWS - 1} layers with smaller errors")
-        return "\n".join([*lines, *wrapped(self._notes())])
+        every = [result.numerics for result in self.audits]
+        shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
+        notes = [f"note: {note}" for note in shared]
+        notes += (f"note, {n.policy}: {note}" for n in every for note in n.notes if note not in shared)
+        return "\n".join([*lines, *wrapped(notes)])
 
     def _policies(self) -> Table:
         """Returns a row for each policy, without columns that are empty for all."""
-        rows = [_of_report(report) for report in self.reports]
-        if self.audits:
-            rows = [_start(result.report) | _of_numerics(result.numerics) for result in self.audits]
+        rows = []
+        for report, result in itertools.zip_longest(self.reports, self.audits):
+            summary = report.summary
+            words = dict.fromkeys(gemm.precision for gemm in report.gemms if is_quantized(gemm.precision))
+            share = f"{summary.flop_share:.1%} {', '.join(words)}".strip()
+            row = {"policy": _name(report), "quantized": share}
+            if result is None:
+                saved, ours, bf16 = summary.saved_bytes, summary.estimate_us, summary.estimate_bf16_us
+                row["saved for backward"] = "" if saved is None else byte_count(saved)
+                row["matmuls and casts"] = duration(ours) if ours and bf16 else ""
+                row["÷ BF16"] = f"{ours / bf16:.2f}" if ours and bf16 else ""
+            else:
+                n = result.numerics
+                by_kind = lowest_by((gemm.gemm, gemm.sqnr_db) for gemm in n.gemms)
+                for gemm in Gemm:
+                    row[f"{gemm} ≥ dB"] = decibels(by_kind[gemm]) if gemm in by_kind else ""
+                row["output dB"] = "" if n.logits_sqnr_db is None else decibels(n.logits_sqnr_db)
+                row["gradients"] = "" if n.gradient_error is None else percent(n.gradient_error)
+                row["loss"] = "" if n.loss is None else f"{n.loss:.6g}"
+                row["gap"] = "" if n.loss_gap is None else f"{n.loss_gap:+.4%}"
+            rows.append(row)
         filled = [head for index, head in enumerate(rows[0]) if index < 2 or any(row[head] for row in rows)]
         return [filled, *([row[head] for head in filled] for row in rows)]
 
@@ -83,44 +106,9 @@ class Comparison:
             rows.append([name or "(root)", gemm, *cells])
         return [["layer", "GEMM", *(_name(result.report) for result in self.audits)], *rows]
 
-    def _notes(self) -> list[str]:
-        """Returns the notes that all audits share, then the notes of single audits."""
-        every = [result.numerics for result in self.audits]
-        shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
-        others = ((n.policy, note) for n in every for note in n.notes if note not in shared)
-        return [*(f"note: {note}" for note in shared), *(f"note, {name}: {note}" for name, note in others)]
-
 
 def _name(report: Report) -> str:
     return report.summary.policy.removeprefix("preset ")
-
-
-def _start(report: Report) -> dict[str, str]:
-    words = dict.fromkeys(gemm.precision for gemm in report.gemms if is_quantized(gemm.precision))
-    share = f"{report.summary.flop_share:.1%} {', '.join(words)}".strip()
-    return {"policy": _name(report), "quantized": share}
-
-
-def _of_report(report: Report) -> dict[str, str]:
-    summary = report.summary
-    ours, bf16 = summary.estimate_us, summary.estimate_bf16_us
-    return _start(report) | {
-        "saved for backward": "" if summary.saved_bytes is None else byte_count(summary.saved_bytes),
-        "matmuls and casts": duration(ours) if ours and bf16 else "",
-        "÷ BF16": f"{ours / bf16:.2f}" if ours and bf16 else "",
-    }
-
-
-def _of_numerics(numerics: Numerics) -> dict[str, str]:
-    by_kind = lowest_by((gemm.gemm, gemm.sqnr_db) for gemm in numerics.gemms)
-    output, error = numerics.logits_sqnr_db, numerics.gradient_error
-    return {
-        **{f"{gemm} ≥ dB": decibels(by_kind[gemm]) if gemm in by_kind else "" for gemm in Gemm},
-        "output dB": "" if output is None else decibels(output),
-        "gradients": "" if error is None else percent(error),
-        "loss": "" if numerics.loss is None else f"{numerics.loss:.6g}",
-        "gap": "" if numerics.loss_gap is None else f"{numerics.loss_gap:+.4%}",
-    }
 
 
 def _resolved(policies: Sequence[_AnyPolicy]) -> list[Policy]:

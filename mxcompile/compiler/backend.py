@@ -6,7 +6,7 @@
         before lowering  mx GEMMs become kernels of the target
 
 For a graph that covers only a part of a model, layer roles come from the plan of the whole model (see
-`plans`).
+`session`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 from mxcompile.compiler.calls import delayed_scales
-from mxcompile.compiler.calls.compiled_graph import CompiledGraph
+from mxcompile.compiler.calls.compiled_graph import CompiledGraph, weak_references
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import hidden_products
 from mxcompile.compiler.calls.sampling import Compiled, follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
-from mxcompile.compiler.capture.weak_references import weak_references
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.hooks.exporting import guard_exports
 from mxcompile.compiler.hooks.trace import copied
-from mxcompile.compiler.reading import read_early
 from mxcompile.compiler.reporting import sharing
 from mxcompile.compiler.reporting.attempts import watch_attempts
 from mxcompile.compiler.reporting.checks import check_plan
@@ -98,22 +96,19 @@ class Backend:
         self.parts = parts
         if root is not None and delayed_scales.needed(self.options.policy):
             delayed_scales.expect(root)
+        within: object = None  # which rules select each layer of `block`
+        if block is not None:
+            if root is None:
+                raise OptionError("Backend(block=…) needs root=…, the model that contains the block")
+            path = path_in(root, block)
+            if path is None:
+                raise OptionError(
+                    f"Backend(block=…) is a {type(block).__name__} that root, a {type(root).__name__}, does"
+                    " not contain: pass a module of root"
+                )
+            within = name_signature(self.options.policy, block, path, Blocks.from_model(root))
         options = self.options
-        self._identity = options.fingerprint(), options.report, id(options.watch), self._within(block)
-
-    def _within(self, block: nn.Module | None) -> object:
-        """Returns which rules select each layer of `block`, for comparison; None without `block`."""
-        if block is None:
-            return None
-        if self.root is None:
-            raise OptionError("Backend(block=…) needs root=…, the model that contains the block")
-        path = path_in(self.root, block)
-        if path is None:
-            raise OptionError(
-                f"Backend(block=…) is a {type(block).__name__} that root, a {type(self.root).__name__}, does"
-                " not contain: pass a module of root"
-            )
-        return name_signature(self.options.policy, block, path, Blocks.from_model(self.root))
+        self._identity = options.fingerprint(), options.report, id(options.watch), within
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, name: str | None = None, **others: Any
@@ -147,7 +142,7 @@ def mxfp8(
 ) -> Compiled:
     """Compiles one graph for Dynamo; entry point of ``backend="mxfp8"``.
 
-    options: the dict from ``torch.compile``, or the `Options` that were parsed at that call (see `reading`).
+    options: the dict from ``torch.compile``, or the `Options` that were parsed then (see `_read_early`).
     name: name of the compiled region, in torch versions that pass one.
     """
     return compile_graph(gm, example_inputs, Options.parse(mode, options), None, name=name)
@@ -202,6 +197,42 @@ def _options_of(backend: Any, keywords: Mapping[str, Any]) -> Options | None:
     return options if isinstance(options, Options) else None
 
 
-read_early(lambda backend: backend is mxfp8)
+class _Arguments(dict[str, Any]):
+    """Keyword arguments of the backend. Setting ``mode`` or ``options`` calls `Options.parse`."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "mode":
+            Options.parse(value)
+        super().__setitem__(key, Options.parse(None, value) if key == "options" else value)
+
+
+def _read_early() -> None:
+    """Makes ``torch.compile`` parse the options when it is called.
+
+    It stores the user's dict in a wrapper, and Dynamo compares wrappers by this dict before it reuses
+    compiled code. A changed policy file of the same name would then count as the old policy, and a change of
+    the dict would apply to models that are compiled already. The wrapper therefore stores parsed `Options`,
+    which compare by content and do not change. Equal options share code as before.
+
+    The wrapper's attribute ``kwargs`` becomes a property. A patched constructor would miss the first call of
+    a process, because that call loads this backend within the constructor. The wrapper's class is private. If
+    it has another form, the options are parsed when each graph is compiled.
+    """
+    try:
+        from torch import _TorchCompileWrapper
+    except ImportError:
+        return
+
+    def record(wrapper: Any, arguments: dict[str, Any]) -> None:
+        if vars(wrapper).get("compiler_fn") is mxfp8:
+            items, arguments = arguments, _Arguments()
+            for key, value in items.items():
+                arguments[key] = value
+        vars(wrapper)["kwargs"] = arguments
+
+    _TorchCompileWrapper.kwargs = property(lambda wrapper: vars(wrapper)["kwargs"], record)  # type: ignore[assignment]
+
+
+_read_early()
 guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))
 watch_attempts(_options_of)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.backend import Backend
-from mxcompile.compiler.reporting.first_call import check_first_call
+from mxcompile.compiler.reporting.attempts import check_first_call
 from mxcompile.compiler.reporting.unplanned import matrices
 from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
@@ -130,21 +130,17 @@ def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, 
     elif isinstance(blocks, str):
         raise OptionError(not_allowed("blocks", blocks, ["auto"]) + ", or a list of paths")
     else:
-        parts = dict(_named(root, blocks))
+        parts, modules = {}, Tree({"": root}).modules
+        for pattern in blocks:
+            matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
+            if not matching:
+                raise OptionError(
+                    f"blocks: no module of {type(root).__name__} has the path {shown(pattern)}"
+                    f"{nearest(pattern, modules)}"
+                )
+            parts |= {path: modules[path] for path in matching}
     yield from parts.items()
     yield from _rest("", root, set(parts))
-
-
-def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    modules = Tree({"": root}).modules
-    for pattern in patterns:
-        matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
-        if not matching:
-            raise OptionError(
-                f"blocks: no module of {type(root).__name__} has the path {shown(pattern)}"
-                f"{nearest(pattern, modules)}"
-            )
-        yield from ((path, modules[path]) for path in matching)
 
 
 def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -106,7 +106,14 @@ class _Flattening:
     def _body(self, node: fx.Node, body: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> list[Any]:
         """Copies `body`, which `node` calls. Returns its results."""
         inside: dict[fx.Node, fx.Node] = {}
-        calls, carried = self._calls, _carried(node)
+        calls, position = self._calls, _CARRIES.get(getattr(node.target, "__name__", ""))
+        passed = [] if position is None else tree_leaves(node.args[position])
+        carried = [  # constants, which later runs of the body replace
+            value
+            for value in passed
+            if isinstance(value, fx.Node)
+            and all(reached.op not in ("placeholder", "get_attr") for reached in ancestors(value))
+        ]
         for inner, outer in operands_of(node, body).items():
             value = tensor(outer)
             if value is None or tensor(inner) is None or outer in carried:
@@ -156,18 +163,6 @@ class _Flattening:
             copied.meta[CALLS_KEY] = self._calls
             copied.meta.pop("seq_nr", None)  # sequence numbers of another trace match nothing here
         return copied
-
-
-def _carried(node: fx.Node) -> list[Any]:
-    """Returns the constant arguments of `node` that later runs of its body replace."""
-    position = _CARRIES.get(getattr(node.target, "__name__", ""))
-    values = [] if position is None else tree_leaves(node.args[position])
-    return [value for value in values if isinstance(value, fx.Node) and _is_constant(value)]
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Whether no input of the graph reaches `node`."""
-    return all(reached.op not in ("placeholder", "get_attr") for reached in ancestors(node))
 
 
 def _shape(node: fx.Node) -> tuple[str, ...]:

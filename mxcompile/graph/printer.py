@@ -1,14 +1,15 @@
-"""Text form of graphs, for logs."""
+"""Text form of graphs, for logs and torch's structured trace (``TORCH_TRACE``), which tlparse renders."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch._logging._internal import LazyString
+from torch._logging._internal import LazyString, trace_structured
 
-from mxcompile.graph.tags import GemmTag, tags_of
+from mxcompile.graph.tags import tags_of
 
 
 def printed(graph: fx.Graph) -> LazyString[[fx.Graph]]:
@@ -16,19 +17,33 @@ def printed(graph: fx.Graph) -> LazyString[[fx.Graph]]:
     return LazyString(print_ir, graph)
 
 
+def trace_graph(graph: fx.Graph, when: str) -> None:
+    """Adds `graph` to the structured trace. when: "before" or "after" the passes."""
+    add_artifact(f"mxcompile_{when}_passes", lambda: print_ir(graph))
+
+
+def add_artifact(name: str, text: Callable[[], str]) -> None:
+    """Adds an artifact beside the artifacts of Dynamo and Inductor. Without a trace no text is built."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
 def print_ir(graph: fx.Graph) -> str:
     """Returns `graph` as text, one line per node: name, value, call, and the tags of matmuls."""
-    return "\n".join(_line(node) for node in graph.nodes)
-
-
-def _line(node: fx.Node) -> str:
-    target = node.target if node.op == "call_function" else node.op
-    text = f"%{node.name}{_type(node.meta.get('val'))} = {target}"
-    arguments = ", ".join(
-        [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
-    )
-    tags = "".join(f"  # {_tag(tag)}" for tag in tags_of(node))
-    return f"{text}({arguments}){tags}"
+    lines = []
+    for node in graph.nodes:
+        target = node.target if node.op == "call_function" else node.op
+        keywords = (f"{key}={_argument(value)}" for key, value in node.kwargs.items())
+        arguments = ", ".join([*map(_argument, node.args), *keywords])
+        line = f"%{node.name}{_type(node.meta.get('val'))} = {target}({arguments})"
+        for tag in tags_of(node):
+            parts = [tag.name or "(root)", tag.role, tag.gemm]
+            if tag.choice is not None:
+                parts += [tag.choice.precision, f"({tag.choice.reason})"]
+            if tag.formats is not None:
+                parts += [f"{tag.tensors[i]}={tag.formats[i]}" for i in (0, 1)]
+            line += f"  # {' '.join(map(str, parts))}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _argument(value: Any) -> str:
@@ -41,12 +56,3 @@ def _type(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
-
-
-def _tag(tag: GemmTag) -> str:
-    parts = [tag.name or "(root)", tag.role, tag.gemm]
-    if tag.choice is not None:
-        parts += [tag.choice.precision, f"({tag.choice.reason})"]
-    if tag.formats is not None:
-        parts += [f"{tag.tensors[i]}={tag.formats[i]}" for i in (0, 1)]
-    return " ".join(map(str, parts))

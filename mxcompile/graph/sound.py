@@ -37,21 +37,14 @@ def _is_sound(graph: fx.Graph) -> bool:
         alike.setdefault(kind, []).append(node)
     if len({node.name for node in defined}) != len(defined):
         return False
-    return all(_are_legal(nodes) and _are_filed(nodes) for nodes in alike.values())
-
-
-def _are_filed(nodes: list[fx.Node]) -> bool:
-    """Whether the graph's side table has all of `nodes`, which share an operation and a called function."""
-    first = nodes[0]
-    target = first.target if first.op == "call_function" else None
-    return set(first.graph.find_nodes(op=first.op, target=target, sort=False)).issuperset(nodes)
-
-
-def _are_legal(nodes: list[fx.Node]) -> bool:
-    """Whether `nodes`, which share an operation and a called function, pass `_is_legal` or are calls."""
-    if nodes[0].op == "call_function":
-        return callable(nodes[0].target)
-    return all(map(_is_legal, nodes))
+    for nodes in alike.values():
+        op, target = nodes[0].op, nodes[0].target
+        is_call = op == "call_function"
+        filed = graph.find_nodes(op=op, target=target if is_call else None, sort=False)
+        are_legal = callable(target) if is_call else all(map(_is_legal, nodes))
+        if not are_legal or not set(filed).issuperset(nodes):
+            return False
+    return True
 
 
 def _is_legal(node: fx.Node) -> bool:

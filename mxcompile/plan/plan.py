@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -44,7 +44,7 @@ from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
 from mxcompile.passes.unregistered import Unregistered
 from mxcompile.plan.record import Differentiated, differentiated, read_nodes, record
-from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
+from mxcompile.plan.repeats import LeaveOut, fold, keep_all
 from mxcompile.policy import Gemm, Layer, Policy, Reason
 from mxcompile.report import GemmRecord
 
@@ -94,17 +94,14 @@ class Plan:
 
         Leaves out unread GEMMs, which no code computes.
         """
-        read = (tag for tag in self.tags if not tag.unread)
-        return tuple(record_of(tag) for forward in read for tag in self._decided(forward, policy))
-
-    def _decided(self, forward: GemmTag, policy: Policy) -> Iterator[GemmTag]:
-        """Yields `forward` and the GEMMs of its backward, with the decision of `policy`."""
-        tags = _with_gradients(forward)
-        if not forward.is_layer:
-            yield from tags
-            return
-        decision, obstacle = policy.decide(forward.as_layer()), self.obstacles.get(forward.name)
-        yield from (decided(tag, decision, obstacle) for tag in tags)
+        records: list[GemmRecord] = []
+        for forward in (tag for tag in self.tags if not tag.unread):
+            tags = _with_gradients(forward)
+            if forward.is_layer:
+                decision, obstacle = policy.decide(forward.as_layer()), self.obstacles.get(forward.name)
+                tags = tuple(decided(tag, decision, obstacle) for tag in tags)
+            records += map(record_of, tags)
+        return tuple(records)
 
     def moved(self, old: str, new: str) -> Plan:
         """Returns the plan with names that begin with the model's path `new` instead of `old`."""
@@ -207,20 +204,18 @@ def _planned(model: nn.Module, inputs: Any, decompositions: Decompositions, way:
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
     obstacles = {tag.name: obstacle(nodes[tag.layer]) for tag in tags if tag.is_layer}
+    entries = (node.meta["desc"] for node in graph.find_nodes(op="placeholder") if node.users)
+    paths = [entry.path for entry in entries if entry.static]
+    guess = "equal layers were recorded once" if repeats.standing_for else ""
+    if isinstance(mode, ValueTrackingMode) and mode.notes:
+        guess = mode.notes[0]
     return Plan(
         tags=tags,
         obstacles={name: reason for name, reason in obstacles.items() if reason},
-        read=frozenset(_read(graph, repeats)),
-        guess=_guess(mode, repeats),
+        read=frozenset(itertools.chain(paths, *map(repeats.others, paths))),
+        guess=guess,
         differentiated=torch.is_grad_enabled(),
     )
-
-
-def _guess(mode: FakeTensorMode, repeats: Repeats) -> str:
-    """Returns why some recorded or folded layers may not run in the call, or "" if all of them run."""
-    if isinstance(mode, ValueTrackingMode) and mode.notes:
-        return mode.notes[0]
-    return "equal layers were recorded once" if repeats.standing_for else ""
 
 
 def _note_use(graph: fx.Graph) -> None:
@@ -252,15 +247,6 @@ def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
             f"cannot plan the model: the forward of {type(model).__name__} reaches the model itself from its"
             " copy, through an object that refuses to be copied: define __deepcopy__ on the object"
         )
-
-
-def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
-    """Yields the paths of the parameters and buffers that `graph` reads, folded layers included."""
-    for node in graph.find_nodes(op="placeholder"):
-        entry = node.meta["desc"]
-        if entry.static and node.users:
-            yield entry.path
-            yield from repeats.others(entry.path)
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -85,7 +85,10 @@ def record(
         positional, named = tree_unflatten(leaves, shape)
         marks = _Gradients()
         weights = _reparametrize_module(model, stored, tie_weights=True)
-        with weights, _modules_noted(model), _functions_noted(), _Calls(), marks:
+        # a method in C has no Python frame, so each `autograd.Function` runs in `_apply`
+        method = partial(_apply, vars(torch.autograd.Function)[_METHOD])
+        functions = mock.patch.object(torch.autograd.Function, _METHOD, classmethod(method))
+        with weights, _modules_noted(model), functions, _Calls(), marks:
             results = model(*positional, **named)
         outputs = [*_tensors(results)]
         num_results = len(outputs)
@@ -112,19 +115,13 @@ def record(
     for node, value, about in zip(placeholders, [*state.values(), *data], inputs, strict=True):
         node.meta["desc"] = about
         node.meta[_CUSTOM] = {_KEY: Differentiated.YES if value.requires_grad else Differentiated.NO}
-    for node, path in _unregistered(graph, model):
-        node.meta["desc"] = GraphInput(path=path, unregistered=HeldBy.HELD)
+    constants = graph.find_nodes(op="get_attr")
+    stray_paths = {id(value): path for path, value in strays(model)} if constants else {}
+    for node in constants:
+        identity = id(getattr(graph.owning_module, str(node.target), None))
+        if identity in stray_paths:
+            node.meta["desc"] = GraphInput(path=stray_paths[identity], unregistered=HeldBy.HELD)
     return graph
-
-
-def _unregistered(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
-    """Yields (node, path) for the constants of `graph` that are unregistered tensors of `model`."""
-    read = graph.find_nodes(op="get_attr")
-    paths = {id(value): path for path, value in strays(model)} if read else {}
-    for node in read:
-        path = paths.get(id(getattr(graph.owning_module, str(node.target), None)))
-        if path is not None:
-            yield node, path
 
 
 def read_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -148,17 +145,13 @@ def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
         if by[node] in (Differentiated.BY_FUNCTION, Differentiated.RECOMPUTED):  # recorded without gradients
             needed = any(by[operand] is not Differentiated.NO for operand in node.all_input_nodes)
             by[node] = by[node] if needed else Differentiated.NO
-        if not _is_floating(node):
+        leaves = tree_leaves(node.meta.get("val"))
+        if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
             by[node] = Differentiated.NO
     for node in reversed(graph.nodes):
         if not any(user.op == "output" or by[user] is not Differentiated.NO for user in node.users):
             by[node] = Differentiated.NO
     return by
-
-
-def _is_floating(node: fx.Node) -> bool:
-    leaves = tree_leaves(node.meta.get("val"))
-    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves)
 
 
 class _Gradients(TorchDispatchMode):
@@ -177,7 +170,11 @@ class _Gradients(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, meta = kwargs or {}, traceback.current_meta
         before = {_CUSTOM: meta[_CUSTOM]} if _CUSTOM in meta else {}
-        meta[_CUSTOM] = {**before.get(_CUSTOM, {}), _KEY: _autograd_of(func, args, kwargs)}
+        mark = Differentiated.NO if torch.is_grad_enabled() else _inside_function()
+        if torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            mark = Differentiated.YES if any(leaf.requires_grad for leaf in tensors) else mark
+        meta[_CUSTOM] = {**before.get(_CUSTOM, {}), _KEY: mark}
         try:
             result = func(*args, **kwargs)
         finally:
@@ -201,21 +198,13 @@ class _Calls(TorchFunctionMode):
             traceback.current_meta.pop(_CALL, None)
 
 
-def _autograd_of(func: Any, args: Any, kwargs: Any) -> Differentiated:
-    if not torch.is_grad_enabled():
-        return _inside_function()
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    needed = func is not torch.ops.aten.detach.default and any(leaf.requires_grad for leaf in leaves)
-    return Differentiated.YES if needed else Differentiated.NO
-
-
 def _inside_function() -> Differentiated:
     """Returns the mark of a node that is recorded with gradients disabled.
 
     `autograd.Function` and reentrant checkpoints run their forward without gradients, and differentiate it
     later. Only the Python stack shows that one of them is running.
     """
-    frame, functions = sys._getframe(2), 0
+    frame, functions = sys._getframe(1), 0
     while frame is not None and frame.f_code is not record.__code__:
         if frame.f_code.co_filename.endswith(_CHECKPOINT):
             return Differentiated.RECOMPUTED
@@ -227,12 +216,6 @@ def _inside_function() -> Differentiated:
 def _apply(method: Any, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """Applies `function`. `_inside_function` finds the frame of this call while the forward runs."""
     return method.__get__(None, function)(*args, **kwargs)
-
-
-def _functions_noted() -> AbstractContextManager[Any]:
-    """Runs each `autograd.Function` in `_apply`, because a method in C has no Python frame."""
-    method = vars(torch.autograd.Function)[_METHOD]
-    return mock.patch.object(torch.autograd.Function, _METHOD, classmethod(partial(_apply, method)))
 
 
 @contextmanager

@@ -68,19 +68,14 @@ class Repeats:
             run = list(group)
             yield from run
             for path in self.standing_for.get(keeper, ()):
-                for entry in run:
-                    yield self._moved(entry, keeper, path)
-
-    def _moved(self, entry: Named, keeper: str, path: str) -> Named:
-        """Returns `entry` of the kept layer at `keeper`, renamed for the removed layer at `path`."""
-        name = path + entry.name.removeprefix(keeper)
-        moved = dataclasses.replace(entry, name=name, block=self.blocks.position(name))
-        if isinstance(moved, GemmTag):
-            return moved
-        changes = {
-            key: getattr(moved, key).replace(f"{keeper}.", f"{path}.") for key in ("evidence", "nearest")
-        }
-        return dataclasses.replace(moved, **changes)
+                for entry in run:  # renamed for the removed layer at `path`
+                    name = path + entry.name.removeprefix(keeper)
+                    moved = dataclasses.replace(entry, name=name, block=self.blocks.position(name))
+                    if not isinstance(moved, GemmTag):
+                        texts = {key: getattr(moved, key) for key in ("evidence", "nearest")}
+                        texts = {key: text.replace(f"{keeper}.", f"{path}.") for key, text in texts.items()}
+                        moved = dataclasses.replace(moved, **texts)
+                    yield moved
 
     def others(self, path: str) -> Iterator[str]:
         """Yields the paths in removed layers that correspond to `path` in a kept layer."""

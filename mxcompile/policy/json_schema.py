@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from mxcompile.formats import PRECISIONS
 from mxcompile.policy import schema
@@ -22,53 +21,29 @@ PATH = Path(__file__).with_name("policy.schema.json")
 
 def text() -> str:
     """Returns the schema as JSON text."""
-    return json.dumps(_policy(), indent=2, ensure_ascii=False) + "\n"
-
-
-def _policy() -> dict[str, Any]:
     rules = {
         "description": "In order; the first that matches a layer decides.",
         "type": ["array", "null"],
         "items": {"$ref": "#/$defs/rule"},
     }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "mxcompile policy",
-        "description": "Selects the GEMMs that run in MXFP8, and their formats. For each layer the first"
-        " rule that matches decides; where none does, the preset.",
-        **mapping(
-            {"version": VERSION_VALUE.json, "preset": schema.PRESET.json, "rules": rules},
-            required=["version"],
-        ),
-        "$defs": {"rule": _rule(), "match": _match(), "use": _use()},
-    }
-
-
-def _rule() -> dict[str, Any]:
     products = {"enum": [str(role) for role in sorted(ATTENTION_PRODUCTS)]}
     named = {"anyOf": [products, {"type": "array", "contains": products}]}
     quantized = {"enum": [row.name for row in PRECISIONS.values() if row.quantizes]}
     keys = ("precision", *map(str, Gemm))
     asks = {"type": "object", "anyOf": [{"properties": {key: quantized}, "required": [key]} for key in keys]}
     parts = {"match": {"$ref": "#/$defs/match"}, "use": {"$ref": "#/$defs/use"}}
-    return mapping(parts, required=list(schema.RULE)) | {
+    rule = mapping(parts, required=list(schema.RULE)) | {
         # attention products stay in BF16
         "if": {"properties": {"match": {"properties": {"role": named}, "required": ["role"]}}},
         "then": {"properties": {"use": {"not": {"anyOf": [quantized, asks]}}}},
     }
-
-
-def _match() -> dict[str, Any]:
-    return {
+    match = {
         "description": "Selects layers: a layer must match every key.",
         **mapping({key: value.json for key, value in schema.MATCH.items()}, minProperties=1),
     }
-
-
-def _use() -> dict[str, Any]:
     one_gemm = {"anyOf": [{"required": [str(gemm)]} for gemm in Gemm]}
     needs = {key: [value.needs[0]] for key, value in schema.USE.items() if value.needs is not None}
-    return {
+    use = {
         "description": "One precision for all three GEMMs, or settings to change; the rest follows the"
         " preset.",
         "anyOf": [
@@ -80,3 +55,15 @@ def _use() -> dict[str, Any]:
             },
         ],
     }
+    policy = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mxcompile policy",
+        "description": "Selects the GEMMs that run in MXFP8, and their formats. For each layer the first"
+        " rule that matches decides; where none does, the preset.",
+        **mapping(
+            {"version": VERSION_VALUE.json, "preset": schema.PRESET.json, "rules": rules},
+            required=["version"],
+        ),
+        "$defs": {"rule": rule, "match": match, "use": use},
+    }
+    return json.dumps(policy, indent=2, ensure_ascii=False) + "\n"

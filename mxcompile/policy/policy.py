@@ -14,7 +14,7 @@ import yaml
 from mxcompile.errors import PolicyError, not_allowed
 from mxcompile.formats import UNQUANTIZED, Choices, Precision
 from mxcompile.policy import schema
-from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Match, Preset, Rule, StepRange, Use
+from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Match, Preset, Rule, StepRange, Use
 from mxcompile.policy.parse import Location, load_yaml, parse_data, read_file
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import DEFAULT, PRESETS
@@ -65,7 +65,7 @@ class Policy:
             PolicyError: with the line of the mistake.
         """
         data, source = load_yaml(read_file(Path(path)), str(path))
-        return cls._of(*parse_data(data, source), label=str(path))
+        return cls._from_data(data, source)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], label: str = "policy") -> Policy:
@@ -78,7 +78,7 @@ class Policy:
         Raises:
             PolicyError: with the key of the mistake.
         """
-        return cls._of(*parse_data(data, Location(label)), label=label)
+        return cls._from_data(data, Location(label))
 
     @classmethod
     def resolve(cls, value: str | Path | dict[str, Any] | Policy | None) -> Policy:
@@ -109,8 +109,9 @@ class Policy:
         )
 
     @classmethod
-    def _of(cls, preset: str, rules: tuple[Rule, ...], label: str) -> Policy:
-        return cls(base=PRESETS[preset], rules=rules, label=label)
+    def _from_data(cls, data: Any, source: Location) -> Policy:
+        preset, rules = parse_data(data, source)
+        return cls(base=PRESETS[preset], rules=rules, label=source.label)
 
     def decide(self, layer: Layer) -> Decision:
         """Returns precision, formats and reason for each GEMM of `layer`."""
@@ -171,57 +172,42 @@ class Policy:
                 return index
         return None
 
-    def _near_miss(self, gemm: Gemm, layer: Layer, decided: int | None) -> Limit | None:
-        """Returns the limit that excludes `layer` from an earlier rule which quantizes `gemm`, or None."""
-        for rule in self.rules[:decided]:
-            wanted = rule.use.wants(gemm)
-            if wanted is not None and wanted.quantizes and rule.match.fits(layer):
-                return rule.match.missed(layer)
-        return None
-
     def _choose(
         self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None, formats: Choices
     ) -> Choice:
+        sides = (("n", layer.n), ("k", layer.k))
+        small = [f"{key}={size}" for key, size in sides if size is not None and size < self.base.least_side]
         if wanted is not None:
-            reason = self._of_rule(index or 0, gemm)
+            why = dict(self.rules[index or 0].kept).get(gemm)
+            reason = Reason(Code.RULE, (index or 0) + 1) if why is None else Reason(Code.WATCH, why)
         elif not self.base.gemms:
             wanted, reason = UNQUANTIZED, Reason(Code.PRESET, self.base.name)
         elif not layer.role.row.quantized:
             wanted, reason = UNQUANTIZED, Reason(Code.ROLE, layer.role)
         elif gemm not in self.base.gemms:
             wanted, reason = UNQUANTIZED, Reason(Code.PRESET_GEMM, self.base.name, gemm)
-        elif small := self._small_side(layer):
+        elif small:  # its cast (of a low-rank adapter, a gate per head) costs more time than its GEMM saves
             wanted = UNQUANTIZED
-            reason = Reason(Code.SMALL_SIDE, self.base.name, self.base.least_side, small)
+            reason = Reason(Code.SMALL_SIDE, self.base.name, self.base.least_side, small[0])
         else:
             wanted = self.base.precision
             reason = Reason(Code.PRESET_ROLE, self.base.name, layer.role)
         if wanted.quantizes:
             return Choice(precision=wanted.name, reason=reason, formats=wanted.formats(formats))
-        near_miss = self._near_miss(gemm, layer, index)
-        return Choice(precision=wanted.name, reason=Reason(Code.LIMIT, near_miss) if near_miss else reason)
-
-    def _of_rule(self, index: int, gemm: Gemm) -> Reason:
-        why = dict(self.rules[index].kept).get(gemm)
-        return Reason(Code.RULE, index + 1) if why is None else Reason(Code.WATCH, why)
-
-    def _small_side(self, layer: Layer) -> str | None:
-        """Returns the side of the layer's weight below the preset's minimum, like ``n=4``, or None.
-
-        Casting such a matrix (a low-rank adapter, a gate per head) costs more time than its GEMM saves.
-        """
-        sides = (("n", layer.n), ("k", layer.k))
-        return next(
-            (f"{key}={size}" for key, size in sides if size is not None and size < self.base.least_side), None
-        )
+        earlier = ((rule, rule.use.wants(gemm)) for rule in self.rules[:index])
+        quantizing = (rule for rule, wish in earlier if wish is not None and wish.quantizes)
+        rule = next((rule for rule in quantizing if rule.match.fits(layer)), None)
+        limit = None if rule is None else rule.match.missed(layer)  # which excludes the layer from the rule
+        return Choice(precision=wanted.name, reason=reason if limit is None else Reason(Code.LIMIT, limit))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the policy in the form that `from_dict` reads."""
-        return {
-            "version": VERSION,
-            "preset": self.base.name,
-            "rules": [_rule_to_dict(rule) for rule in self.rules],
-        }
+        rules = []
+        for rule in self.rules:
+            fields = ((key, value, getattr(rule.match, key)) for key, value in schema.MATCH.items())
+            match = {key: value.write(entry) for key, value, entry in fields if entry}
+            rules.append({"match": match, "use": _use(rule.use)})
+        return {"version": VERSION, "preset": self.base.name, "rules": rules}
 
     def to_yaml(self) -> str:
         """Returns the policy as YAML text that `load` reads back as an equal policy."""
@@ -242,13 +228,6 @@ class Policy:
         """Returns a string that is equal for policies of equal content; it does not depend on `label`."""
         content = [self.to_dict(), self.phase] if self.has_steps else self.to_dict()
         return json.dumps(content, sort_keys=True)
-
-
-def _rule_to_dict(rule: Rule) -> dict[str, Any]:
-    match = {
-        key: value.write(entry) for key, value in schema.MATCH.items() if (entry := getattr(rule.match, key))
-    }
-    return {"match": match, "use": _use(rule.use)}
 
 
 def _use(use: Use) -> dict[str, Any] | str:
@@ -272,16 +251,12 @@ def keeping(policy: Policy, kept: Mapping[Layer, Mapping[Gemm, str]], label: str
     which can be saved and loaded like any policy.
     """
     shadows = Shadows()
-    rules = [_kept_rule(policy, layer, why) for layer, why in kept.items()]
-    for rule in rules:
-        shadows.add(rule.match)
+    rules: list[Rule] = []
+    for layer, why in kept.items():
+        index = None if set(why) == set(Gemm) else policy.rule_for(layer)
+        by_gemm: dict[str, Any] = {gemm.value: UNQUANTIZED for gemm in why}
+        use = replace(_NOTHING if index is None else policy.rules[index].use, **by_gemm)
+        rules.append(Rule(match=Match(name=(literal(layer.name),)), use=use, kept=tuple(why.items())))
+        shadows.add(rules[-1].match)
     rules += (rule for rule in policy.rules if not shadows.add(rule.match))
     return replace(policy, rules=tuple(rules), label=label)
-
-
-def _kept_rule(policy: Policy, layer: Layer, why: Mapping[Gemm, str]) -> Rule:
-    index = None if set(why) == set(Gemm) else policy.rule_for(layer)
-    use = _NOTHING if index is None else policy.rules[index].use
-    by_gemm: dict[str, Any] = {gemm.value: UNQUANTIZED for gemm in why}
-    use = replace(use, **by_gemm)
-    return Rule(match=Match(name=(literal(layer.name),)), use=use, kept=tuple(why.items()))

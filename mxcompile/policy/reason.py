@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import Self
 
 
@@ -82,8 +83,4 @@ class Reason(str):
         return self[len(self.code.sentence.format(*self.facts)) :]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (self.code, self.facts, self._more())
-
-
-def _rebuilt(code: Code, facts: tuple[str, ...], more: str) -> Reason:
-    return Reason(code, *facts, more=more)
+        return partial(Reason, more=self._more()), (self.code, *self.facts)

@@ -39,8 +39,11 @@ class Shadows:
     def _covering(self, match: Match) -> set[int]:
         """Returns the numbers of the rules that cover `match`, if any can be found within the step limit."""
         covering: set[int] = set()
+        sides: list[Ends | None] = [None]
+        if (blocks := match.blocks) is not None:  # one end at a time
+            sides = [ends for ends in (Ends(first=blocks.first), Ends(last=blocks.last)) if ends != Ends()]
         cases = itertools.product(
-            match.name or (_ANY,), match.role or _LINEAR, match.module or (None,), _ends(match.blocks)
+            match.name or (_ANY,), match.role or _LINEAR, match.module or (None,), sides
         )
         for name, role, module, ends in cases:
             for number, earlier in enumerate(self._earlier, 1):
@@ -66,28 +69,18 @@ class _Earlier:
         self.patterns = tuple(name for name in match.name if is_pattern(name))
 
     def covers(self, name: str, role: Role, module: str | None, ends: Ends | None, later: Match) -> bool:
-        earlier = self.match
+        earlier, blocks = self.match, self.match.blocks
         return (
             (not earlier.role or role in earlier.role)
             and (not earlier.module or module in earlier.module)
-            and (earlier.blocks is None or _within(ends, earlier.blocks))
+            and (
+                blocks is None
+                or (ends is not None and ends.first <= blocks.first and ends.last <= blocks.last)
+            )
             and (earlier.steps is None or (later.steps is not None and later.steps.within(earlier.steps)))
             and all(_allows(earlier, later, letter) for letter in "mnk")
             and (not self.names or name in self.names or any(_covers(p, name) for p in self.patterns))
         )
-
-
-def _ends(blocks: Ends | None) -> tuple[Ends | None, ...]:
-    """Returns `blocks` as conditions on one end each, first or last; (None,) if `blocks` is None."""
-    if blocks is None:
-        return (None,)
-    one_by_one = (Ends(first=blocks.first), Ends(last=blocks.last))
-    return tuple(ends for ends in one_by_one if ends != Ends())
-
-
-def _within(later: Ends | None, earlier: Ends) -> bool:
-    """Whether all blocks of `later` are blocks of `earlier`. None stands for every layer."""
-    return later is not None and later.first <= earlier.first and later.last <= earlier.last
 
 
 def _allows(earlier: Match, later: Match, letter: str) -> bool:
@@ -102,7 +95,9 @@ def _covers(earlier: str, later: str) -> bool:
         return True
     if earlier.startswith("re:"):
         expression = earlier.removeprefix("re:")
-        return not is_pattern(later) and _is_quick(expression) and bool(re.fullmatch(expression, later))
+        # few repetitions and none of a group: backtracking over (a+)+ is exponential
+        many = re.search(r"\)[*+{]", expression) or len(re.findall(r"[*+{]", expression)) > _MAX_REPEATS
+        return not is_pattern(later) and not many and bool(re.fullmatch(expression, later))
     if later.startswith("re:"):
         return False
     # The text of the later pattern is matched like a name. A '*' in it stands for anything, and only a '*'
@@ -110,14 +105,6 @@ def _covers(earlier: str, later: str) -> bool:
     if any(sign in earlier or sign in later for sign in "?["):
         return not is_pattern(later) and fnmatch.fnmatchcase(later, earlier)
     return fnmatch.fnmatchcase(later, earlier)
-
-
-def _is_quick(expression: str) -> bool:
-    """Whether `expression` matches in bounded time: few repetitions, and none of a group.
-
-    Backtracking over ``(a+)+`` is exponential, and a policy must be readable in bounded time.
-    """
-    return not re.search(r"\)[*+{]", expression) and len(re.findall(r"[*+{]", expression)) <= _MAX_REPEATS
 
 
 def is_pattern(name: str) -> bool:

@@ -125,13 +125,13 @@ class _NodeReader:
         if id(node.value) in self._open:
             raise YamlProblem("an alias refers to a value that contains it: write the value out", line)
         self._open.add(id(node.value))
-        children = self._mapping if isinstance(node, yaml.MappingNode) else self._sequence
-        data = children(node, path)
+        data: Any
+        if isinstance(node, yaml.MappingNode):
+            data = self._mapping(node, path)
+        else:
+            data = [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         self._open.remove(id(node.value))
         return data
-
-    def _sequence(self, node: yaml.Node, path: Path) -> list[Any]:
-        return [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
 
     def _mapping(self, node: yaml.Node, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}

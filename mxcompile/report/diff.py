@@ -121,21 +121,27 @@ def compare(old: ReportData, new: ReportData) -> Difference:
             groups.setdefault(alike, {}).setdefault(name, set()).add(kind)
             reason = now.reason if now is not None and alike[-1] else ""  # "" if it is the field that changed
             sentences.setdefault(alike, {})[reason] = None
-    changes = [
-        Change(
-            kind=kind,
-            names=tuple(names),
-            role=role,
-            gemms=gemms,
-            what=field,
-            before=a,
-            after=b,
-            code=code,
-            reason=listed([*sentences[role, kind, field, a, b, code]], 1),
-        )
-        for (role, kind, field, a, b, code), layers in groups.items()
-        for gemms, names in _by_gemms(layers)
-    ]
+    changes = []
+    for alike, layers in groups.items():
+        role, kind, field, a, b, code = alike
+        by_gemms: dict[tuple[str, ...], list[str]] = {}
+        for name, changed in layers.items():
+            ordered = tuple(gemm for gemm in ("fprop", "dgrad", "wgrad") if gemm in changed)
+            by_gemms.setdefault(ordered, []).append(name)
+        changes += [
+            Change(
+                kind=kind,
+                names=tuple(alike_names),
+                role=role,
+                gemms=gemms,
+                what=field,
+                before=a,
+                after=b,
+                code=code,
+                reason=listed([*sentences[alike]], 1),
+            )
+            for gemms, alike_names in by_gemms.items()
+        ]
     first = {name: position for position, name in reversed([*enumerate(key[0] for key in (*after, *before))])}
     changes.sort(key=lambda change: (KINDS.index(change.kind), first[change.names[0]]))
     words = labels(gemm.precision for gemm in (*old.gemms, *new.gemms))
@@ -156,15 +162,6 @@ def _keyed(gemms: Iterable[GemmRecord]) -> Iterator[tuple[_Key, GemmRecord]]:
         which = gemm.name, product, gemm.gemm
         seen[which] = seen.get(which, -1) + 1
         yield (*which, seen[which]), gemm
-
-
-def _by_gemms(layers: dict[str, set[str]]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Yields the layers, grouped by the GEMMs that changed."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, gemms in layers.items():
-        ordered = tuple(gemm for gemm in ("fprop", "dgrad", "wgrad") if gemm in gemms)
-        groups.setdefault(ordered, []).append(name)
-    yield from groups.items()
 
 
 _FIELDS: dict[str, Callable[[GemmRecord], str]] = {

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Code
-from mxcompile.report.data.fold import Row, fold
+from mxcompile.report.data.fold import fold
 from mxcompile.report.data.outline import Outline
 from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, Part, ReportData, Summary, flop_share
 from mxcompile.report.forms.words import listed
@@ -159,14 +159,11 @@ def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
     """
     pending = (gemm for gemm in gemms if gemm.kernel == NOT_COMPILED and is_quantized(gemm.precision))
     rows = fold(dataclasses.replace(gemm, source="") for gemm in pending)
-    names = list(dict.fromkeys(f"{row.name}{_gradients_alone(row)}" for row in rows))
-    return (f"{_OUTSIDE} {listed(names, _NAMED)}",) if names else ()
-
-
-def _gradients_alone(row: Row) -> str:
-    """Returns the GEMMs of `row` in brackets if its forward GEMM is not among them, else ""."""
-    gemms = list(dict.fromkeys(gemm.gemm for gemm in row.gemms))
-    return "" if "fprop" in gemms else f" ({', '.join(gemms)})"
+    names: dict[str, None] = {}
+    for row in rows:
+        kinds = dict.fromkeys(gemm.gemm for gemm in row.gemms)
+        names[row.name if "fprop" in kinds else f"{row.name} ({', '.join(kinds)})"] = None
+    return (f"{_OUTSIDE} {listed([*names], _NAMED)}",) if names else ()
 
 
 def merge(reports: Sequence[ReportData]) -> tuple[list[GemmRecord], Summary, list[Outline]]:
@@ -202,25 +199,20 @@ def merge(reports: Sequence[ReportData]) -> tuple[list[GemmRecord], Summary, lis
             gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
             graphs += report.graph
             counted.append(report.summary)
-    return gemms, _sum(counted, gemms), graphs
-
-
-def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
-    """Returns one summary for the records `gemms`. Figures that do not follow from them are added up."""
-    first = summaries[0]
-    warnings = dict.fromkeys(w for s in summaries for w in s.warnings if not w.startswith(_OUTSIDE))
+    warnings = dict.fromkeys(w for s in counted for w in s.warnings if not w.startswith(_OUTSIDE))
     fields: dict[str, Any] = {
-        "target": first.target,
-        "policy": first.policy,
+        "target": counted[0].target,
+        "policy": counted[0].policy,
         "num_gemms": len(gemms),
         "flop_share": flop_share(gemms),
-        "cache": together(s.cache for s in summaries),
+        "cache": together(s.cache for s in counted),
         "warnings": (*warnings, *outside(gemms)),
         "estimate_us": total(gemm.estimate_us for gemm in gemms),
         "estimate_bf16_us": total(gemm.estimate_bf16_us for gemm in gemms),
     }
-    figures = {field.name for field in dataclasses.fields(Summary)} - fields.keys()
-    return Summary(**fields | {name: total(getattr(s, name) for s in summaries) for name in figures})
+    sums = {field.name for field in dataclasses.fields(Summary)} - fields.keys()
+    fields |= {name: total(getattr(s, name) for s in counted) for name in sums}
+    return gemms, Summary(**fields), graphs
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:

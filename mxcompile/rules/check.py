@@ -7,16 +7,19 @@ just below a limit.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import logging
+import re
 from collections.abc import Iterable, Sequence
 
 from mxcompile.errors import PolicyError, UnsupportedError
 from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Limit, Match, Policy
 from mxcompile.policy.parse import rule_words
+from mxcompile.policy.patterns import searching
 from mxcompile.report import GemmRecord
 from mxcompile.rules.fit import RuleFit, deciding_rule, fits
 from mxcompile.rules.layers import layers_of, spelled
-from mxcompile.rules.suggest import meant, respelled
 
 log = logging.getLogger("mxcompile.rules")
 
@@ -38,13 +41,24 @@ def mistakes(policy: Policy, layers: Sequence[Layer]) -> list[str]:
     a misspelt word.
     """
     sentences: list[str] = []
+    names = list(dict.fromkeys(layer.name for layer in layers))
     for fit in fits(policy, layers):
         if fit.unused:
             sentences.append(_unused(policy, fit, layers))
             continue
         if not fit.decides and fit.rule.match.in_force:
-            sentences.append(_overtaken(policy, fit))
-        sentences += _typos(policy, fit, layers)
+            by = {index + 1 for x in fit.taken if (index := deciding_rule(policy, x)) is not None}
+            sentences.append(
+                f"{policy.label}: rule {fit.number} decides nothing: {spelled(fit.taken)} went to"
+                f" {rule_words(sorted(by))}; move it up"
+            )
+        for pattern in fit.rule.match.name:  # of a list, whose other patterns may match
+            is_idle = not any(Match(name=(pattern,)).names(name) for name in names)
+            if is_idle and (guess := respelled(pattern, names)) is not None:
+                sentences.append(
+                    f"{policy.label}: rule {fit.number}: {pattern!r} matched no layer"
+                    f" (did you mean {guess!r}?)"
+                )
     return sentences
 
 
@@ -130,26 +144,6 @@ def _suggestion(match: Match, layers: Sequence[Layer]) -> str:
     return ": " + ", ".join(f"{pattern!r}{meant(pattern, names)}" for pattern in match.name)
 
 
-def _overtaken(policy: Policy, fit: RuleFit) -> str:
-    by = sorted({position + 1 for x in fit.taken if (position := deciding_rule(policy, x)) is not None})
-    return (
-        f"{policy.label}: rule {fit.number} decides nothing: {spelled(fit.taken)} went to {rule_words(by)};"
-        " move it up"
-    )
-
-
-def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
-    """Returns complaints about patterns of a used rule that match a layer only with one word respelled."""
-    names = list(dict.fromkeys(layer.name for layer in layers))
-    idle = [p for p in fit.rule.match.name if not any(Match(name=(p,)).names(name) for name in names)]
-    guesses = [(pattern, respelled(pattern, names)) for pattern in idle]
-    return [
-        f"{policy.label}: rule {fit.number}: {pattern!r} matched no layer (did you mean {guess!r}?)"
-        for pattern, guess in guesses
-        if guess is not None
-    ]
-
-
 def _missed(fit: RuleFit, layers: Iterable[Layer]) -> list[tuple[Limit, str]]:
     """Returns (limit, ``x and y below min_k 256 (k=248)``) for every limit that excludes some of `layers`."""
     by_limit: dict[Limit, list[Layer]] = {}
@@ -161,3 +155,40 @@ def _missed(fit: RuleFit, layers: Iterable[Layer]) -> list[tuple[Limit, str]]:
         (limit, f"{spelled(missing)} {'above' if limit.upper else 'below'} {limit}")
         for limit, missing in by_limit.items()
     ]
+
+
+_TOKEN = re.compile(r"\[!?\]?[^\]]*\]|[^\W_]+|.", re.DOTALL)
+_WORD = re.compile(r"[^\W_]+")
+_NEAR = 0.65
+"""Least similarity (difflib's ratio) of two words that counts as a typo."""
+
+
+def meant(pattern: str, names: Sequence[str]) -> str:
+    """Returns ``" (did you mean 'x'?)"`` with the best guess among `names`, or an empty string."""
+    expression, guess = pattern.removeprefix("re:"), respelled(pattern, names)
+    is_glob = expression == pattern
+    if guess is None:
+        compiled = re.compile(fnmatch.translate(pattern) if is_glob else expression, re.IGNORECASE)
+        guess = next((name for name in names if compiled.fullmatch(name)), None)
+    if guess is None and is_glob:
+        wider = (f"*{pattern}", f"{pattern}*", f"*{pattern}*")
+        guess = next((glob for glob in wider if fnmatch.filter(names, glob)), None)
+    elif guess is None and any(re.search(expression, name) for name in names):
+        guess = searching(expression)
+    if guess is None:
+        guess = next(iter(difflib.get_close_matches(pattern, dict.fromkeys(names), n=1, cutoff=0.6)), None)
+    return "" if guess is None else f" (did you mean {guess!r}?)"
+
+
+def respelled(pattern: str, names: Sequence[str]) -> str | None:
+    """Returns a glob that matches a name and differs from `pattern` in one word, or None."""
+    if pattern.startswith("re:"):
+        return None
+    words = dict.fromkeys(word for name in names for word in _WORD.findall(name))
+    tokens = _TOKEN.findall(pattern)
+    for index, token in enumerate(tokens):
+        for word in difflib.get_close_matches(token, words, cutoff=_NEAR) if _WORD.match(token) else ():
+            guess = "".join([*tokens[:index], word, *tokens[index + 1 :]])
+            if fnmatch.filter(names, guess):
+                return guess
+    return None

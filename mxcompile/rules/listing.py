@@ -40,20 +40,14 @@ def decisions(policy: Policy, gemms: Iterable[GemmRecord]) -> str:
     """
     headers = ["layer", "", "role", *_GEMMS, "formats", "decided by"]
     widths = [None] * (len(headers) - 2) + [26, 30]
-    return drawn([headers, *(_decided(policy, row) for row in fold(gemms))], maxcolwidths=widths)
-
-
-def _decided(policy: Policy, row: Row) -> list[str]:
-    first = row.gemms[0]
-    precisions = {gemm.gemm: gemm.precision for gemm in row.gemms}
-    return [
-        row.name or "(root)",
-        f"×{row.count}" if row.count > 1 else "",
-        first.role,
-        *(precisions.get(gemm, "") for gemm in _GEMMS),
-        _formats(policy, row),
-        _reasons(row.gemms),
-    ]
+    table = [headers]
+    for row in fold(gemms):
+        times = f"×{row.count}" if row.count > 1 else ""
+        by_gemm = {gemm.gemm: gemm.precision for gemm in row.gemms}
+        precisions = [by_gemm.get(gemm, "") for gemm in _GEMMS]
+        decided = _formats(policy, row), _reasons(row.gemms)
+        table.append([row.name or "(root)", times, row.gemms[0].role, *precisions, *decided])
+    return drawn(table, maxcolwidths=widths)
 
 
 def _formats(policy: Policy, row: Row) -> str:

@@ -6,7 +6,7 @@ like the preset for every layer; only the reasons in reports name the rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mxcompile.errors import printable
 from mxcompile.formats import UNQUANTIZED, is_quantized
@@ -33,8 +33,13 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
         f"version: {VERSION}",
         f"preset: {preset}  # {', '.join(PRESETS)}",
         "rules:",
-        *_ends(linear),
     ]
+    if max((layer.block.total for layer in linear if layer.block), default=0) >= _LEAST_BLOCKS:
+        lines += [
+            "  # The first and the last block in BF16, as many recipes have it:",
+            "  # - match: {blocks: {first: 1, last: 1}}",
+            f"  #   use: {UNQUANTIZED}",
+        ]
     for role in roles:
         lines += ["", *_rule(policy, role, [layer for layer in linear if layer.role == role])]
     if products:
@@ -66,14 +71,3 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
         lengths = f"m={length(gemm.m)} n={length(gemm.n)} k={length(gemm.k)}"
         lines.append(f"  #   {printable(row.name) or '(root)'}  {lengths}{printable(owner)}")
     return [*lines, f"  - match: {{role: {role}{sizes}}}", f"    use: {use}"]
-
-
-def _ends(layers: Iterable[Layer]) -> list[str]:
-    """Returns a commented rule for the first and last blocks, or nothing for a model without a stack."""
-    if max((layer.block.total for layer in layers if layer.block), default=0) < _LEAST_BLOCKS:
-        return []
-    return [
-        "  # The first and the last block in BF16, as many recipes have it:",
-        "  # - match: {blocks: {first: 1, last: 1}}",
-        f"  #   use: {UNQUANTIZED}",
-    ]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from mxcompile.analysis.audit import audit
 from mxcompile.analysis.blame import Blamed, Spread, blame
-from mxcompile.analysis.blame.effects import exceeds, falls_short, together
-from mxcompile.analysis.blame.plan import LEAST, RunPlan
+from mxcompile.analysis.blame.blamed import exceeds, falls_short, together
+from mxcompile.analysis.blame.search import LEAST, RunPlan
 from mxcompile.analysis.study.session import Session
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError

@@ -16,12 +16,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import mxcompile.compiler.backend  # noqa: F401  watches what Dynamo leaves to Python
 from mxcompile.compiler.calls import delayed_scales
-from mxcompile.compiler.calls.compiled_graph import CompiledGraph
+from mxcompile.compiler.calls.compiled_graph import CompiledGraph, weak_references
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import hidden_products
 from mxcompile.compiler.calls.sampling import follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
-from mxcompile.compiler.capture.weak_references import weak_references
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.reporting import sharing

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import mxcompile
-from mxcompile.compiler.reporting import store
+from mxcompile.compiler.reporting import entry
 from mxcompile.passes.outline import outline
 from mxcompile.report import Outline, OutlineNode, Part, Report
 
@@ -155,8 +155,8 @@ def test_a_graph_break_makes_two_pictures():
 def test_the_picture_is_kept_with_the_cache():
     graph, report = picture(block(), features(2, 9, WIDTH))
     part = Part(gemms=report.gemms, outline=graph)
-    store.save("picture", part)
-    assert store.load("picture") == part
+    entry.save("picture", part)
+    assert entry.load("picture") == part
     assert Report.from_json(report.to_json()).graph == (graph,)
 
 
@@ -165,7 +165,7 @@ def test_failed_save_leaves_no_file_in_the_cache(monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "replace", full)
-    store.save("never_kept", Part())
+    entry.save("never_kept", Part())
     monkeypatch.undo()
     assert not [file for file in (Path(cache_dir()) / "mxcompile").iterdir() if "never_kept" in file.name]
 

@@ -11,7 +11,7 @@ from import_checks import layer
 
 from mxcompile.policy import Gemm, Match, Policy, keeping
 from mxcompile.policy.patterns import literal, searching, starting
-from mxcompile.rules.suggest import meant, respelled
+from mxcompile.rules.check import meant, respelled
 
 NAMES = [
     f"model.layers.{block}.{layer}"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mxcompile.analysis.study.interpreter import Run
-from mxcompile.analysis.study.output_sensitivity import Sensitivity
+from mxcompile.analysis.study.interpreter import Run, Sensitivity
 from mxcompile.analysis.study.session import MAKE_A_LOSS, Outcome, Session
-from mxcompile.analysis.study.sites import CastSite, ProductSite
-from mxcompile.analysis.study.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.analysis.study.sites import CastSite
+from mxcompile.analysis.study.stats import PIECE, CastStats, Sums
 from mxcompile.formats import precisions
 from mxcompile.graph.tags import hint
 from mxcompile.policy import Gemm
@@ -26,15 +25,33 @@ def numerics(
     session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Sensitivity
 ) -> Numerics:
     """Returns the errors in `run`, whose result is `outcome`, against the unquantized `reference`."""
-    changes = _changes(reach, reference)
-    products, casts = session.sites.products, session.sites.casts
-    logits = compared(reference.logits, outcome.logits)
+    assert reference.logits is not None or not reach.squares
+    size = 0.0 if reference.logits is None else float(reference.logits.double().square().sum())
+    products, casts, report = session.sites.products, session.sites.casts, session.report()
+    logits, gemms = compared(reference.logits, outcome.logits), []
+    for index, stats in sorted(run.products.items()):
+        tag = products[index].tag
+        squares = reach.squares.get(tag.name) if size and tag.gemm == Gemm.FPROP else None
+        gemms.append(
+            GemmNumerics(
+                output_change=None if squares is None else math.sqrt(squares / size),
+                name=tag.name,
+                role=str(tag.role),
+                gemm=str(tag.gemm),
+                batch=hint(tag.batch),
+                m=hint(tag.m),
+                n=hint(tag.n),
+                k=hint(tag.k),
+                calls=stats.calls,
+                **_measures(stats.sums),
+            )
+        )
     return Numerics(
-        tensors=tuple(_tensor(casts[index], stats) for index, stats in sorted(run.casts.items())),
-        gemms=tuple(_gemm(products[index], stats, changes) for index, stats in sorted(run.products.items())),
-        parameters=tuple(parameters(session.report().gemms, reference, outcome)),
-        precision=precisions.labels(gemm.precision for gemm in session.report().gemms),
-        own_dtype=main_dtype(session.report().gemms),
+        tensors=tuple(_tensor(casts[index], cast) for index, cast in sorted(run.casts.items())),
+        gemms=tuple(gemms),
+        parameters=tuple(parameters(report.gemms, reference, outcome)),
+        precision=precisions.labels(gemm.precision for gemm in report.gemms),
+        own_dtype=main_dtype(report.gemms),
         policy=session.options.policy.title,
         gradients=outcome.gradients is not None,
         loss=outcome.loss,
@@ -42,7 +59,7 @@ def numerics(
         loss_gap=loss_gap(outcome.loss, reference.loss),
         logits_sqnr_db=None if logits is None else logits.sqnr_db,
         logits_cosine=None if logits is None else logits.cosine,
-        notes=_notes(session, outcome),
+        notes=_notes(session, report.gemms, outcome),
     )
 
 
@@ -115,36 +132,12 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
     )
 
 
-def _changes(reach: Sensitivity, reference: Outcome) -> dict[str, float]:
-    """Returns by layer how much its forward GEMM changes the main output, relative to the output."""
-    assert reference.logits is not None or not reach.squares
-    size = 0.0 if reference.logits is None else float(reference.logits.double().square().sum())
-    return {name: math.sqrt(squares / size) for name, squares in reach.squares.items()} if size else {}
-
-
-def _gemm(site: ProductSite, stats: ProductStats, changes: Mapping[str, float]) -> GemmNumerics:
-    tag = site.tag
-    return GemmNumerics(
-        output_change=changes.get(tag.name) if tag.gemm == Gemm.FPROP else None,
-        name=tag.name,
-        role=str(tag.role),
-        gemm=str(tag.gemm),
-        batch=hint(tag.batch),
-        m=hint(tag.m),
-        n=hint(tag.n),
-        k=hint(tag.k),
-        calls=stats.calls,
-        **_measures(stats.sums),
-    )
-
-
 def _measures(sums: Sums) -> dict[str, Any]:
     names = ("sqnr_db", "cosine", "mse", "rel_error", "not_finite")
     return {name: getattr(sums, name) for name in names}
 
 
-def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:
-    gemms = session.report().gemms
+def _notes(session: Session, gemms: Sequence[GemmRecord], outcome: Outcome) -> tuple[str, ...]:
     if not gemms:
         return ("no matrix product was captured: no graph that torch.compile traced of this model has one",)
     notes = [*unused_rules(session.options.policy, gemms)]

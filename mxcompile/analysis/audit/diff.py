@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mxcompile.analysis.audit.measure import Audit
 from mxcompile.analysis.audit.text import decibels, percent
-from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report import GemmNumerics, TensorNumerics
 from mxcompile.report.diff import Difference, compare
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
 
@@ -90,55 +90,43 @@ class AuditDifference:
 def compare_audits(old: Audit, new: Audit) -> AuditDifference:
     """Returns the changes from `old` to `new`."""
     before, after = old.numerics, new.numerics
+    casts = before.tensors, after.tensors
     moved = [
-        *_moved(before.gemms, after.gemms, lambda g: (g.name, g.gemm), _sqnr),
-        *_moved(before.tensors, after.tensors, lambda t: (t.name, f"{t.operand} {t.layout}"), _underflow),
+        *_moved(before.gemms, after.gemms, lambda g: (g.name, g.gemm), lambda g: g.sqnr_db, "dB"),
+        *_moved(*casts, lambda t: (t.name, f"{t.operand} {t.layout}"), lambda t: t.underflow, ""),
     ]
     moved.sort(key=lambda move: move.worse / (LEAST_DB if move.unit else LEAST_UNDERFLOW), reverse=True)
-    return AuditDifference(
-        report=compare(old.report, new.report), moved=tuple(moved), facts=tuple(_facts(before, after))
-    )
+    facts = []
+    for label, a, b, form in (
+        ("loss gap", before.loss_gap, after.loss_gap, "{:+.4%}"),
+        ("SQNR of the main output, dB", before.logits_sqnr_db, after.logits_sqnr_db, "{:.2f}"),
+        ("relative error of parameter gradients", before.gradient_error, after.gradient_error, "{:.3%}"),
+    ):
+        texts = ["none" if value is None else form.format(value) for value in (a, b)]
+        if texts[0] != texts[1]:
+            facts.append(f"{label}: {texts[0]} → {texts[1]}")
+    return AuditDifference(report=compare(old.report, new.report), moved=tuple(moved), facts=tuple(facts))
 
 
 def _moved(
     old: Iterable[_Measured],
     new: Iterable[_Measured],
     key: Callable[[_Measured], tuple[str, str]],
-    measure: Callable[[_Measured, _Measured, str], Moved | None],
+    value: Callable[[_Measured], float],
+    unit: str,
 ) -> Iterator[Moved]:
+    """Yields the larger changes of `value`, an SQNR if `unit` is "dB", between items of equal `key`."""
     waiting: dict[tuple[str, str], list[_Measured]] = {}
     for item in old:
         waiting.setdefault(key(item), []).append(item)
     for item in new:
-        same = waiting.get(key(item))
-        if same and (change := measure(same.pop(0), item, key(item)[1])) is not None:
-            yield change
-
-
-def _sqnr(old: GemmNumerics, new: GemmNumerics, subject: str) -> Moved | None:
-    a, b = old.sqnr_db, new.sqnr_db
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return None
-    worse = math.inf if math.isnan(b) else -math.inf if math.isnan(a) else a - b
-    if abs(worse) < LEAST_DB:
-        return None
-    return Moved(name=new.name, what=subject, before=a, after=b, unit="dB", worse=worse)
-
-
-def _underflow(old: TensorNumerics, new: TensorNumerics, subject: str) -> Moved | None:
-    worse = new.underflow - old.underflow
-    if abs(worse) < LEAST_UNDERFLOW:
-        return None
-    return Moved(name=new.name, what=subject, before=old.underflow, after=new.underflow, unit="", worse=worse)
-
-
-def _facts(old: Numerics, new: Numerics) -> Iterator[str]:
-    pairs = (
-        ("loss gap", old.loss_gap, new.loss_gap, "{:+.4%}"),
-        ("SQNR of the main output, dB", old.logits_sqnr_db, new.logits_sqnr_db, "{:.2f}"),
-        ("relative error of parameter gradients", old.gradient_error, new.gradient_error, "{:.3%}"),
-    )
-    for label, before, after, form in pairs:
-        texts = ["none" if value is None else form.format(value) for value in (before, after)]
-        if texts[0] != texts[1]:
-            yield f"{label}: {texts[0]} → {texts[1]}"
+        name, what = key(item)
+        same = waiting.get((name, what))
+        before, after = (value(same.pop(0)), value(item)) if same else (0.0, 0.0)
+        if before == after or (math.isnan(before) and math.isnan(after)):
+            continue
+        worse = before - after if unit else after - before
+        if math.isnan(before) or math.isnan(after):
+            worse = math.inf if math.isnan(after) else -math.inf
+        if abs(worse) >= (LEAST_DB if unit else LEAST_UNDERFLOW):
+            yield Moved(name=name, what=what, before=before, after=after, unit=unit, worse=worse)

@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from mxcompile.analysis.audit.collect import numerics
 from mxcompile.analysis.audit.text import headline, to_markdown, to_text, view
-from mxcompile.analysis.study.interpreter import Run
-from mxcompile.analysis.study.output_sensitivity import Sensitivity
+from mxcompile.analysis.study.interpreter import Run, Sensitivity
 from mxcompile.analysis.study.session import LossFunction, Session
 from mxcompile.errors import OptionError
 from mxcompile.models.arguments import ModelInput, keywords

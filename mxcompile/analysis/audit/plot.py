@@ -21,11 +21,11 @@ from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
 from mxcompile.report.data.outline import inner_block
 from mxcompile.report.forms import plots
 
-_COLOURS = {
-    "fprop": "#2a6f97", "dgrad": "#d1495b", "wgrad": "#edae49",
-    "x": "#2a6f97", "w": "#5f7a61", "dy": "#d1495b",
+_STYLES = {
+    "fprop": ("o", "#2a6f97"), "dgrad": ("v", "#d1495b"), "wgrad": ("s", "#edae49"),
+    "x": ("o", "#2a6f97"), "w": ("s", "#5f7a61"), "dy": ("v", "#d1495b"),
 }  # fmt: skip
-_MARKS = {"fprop": "o", "dgrad": "v", "wgrad": "s", "x": "o", "w": "s", "dy": "v"}
+"""Mark and colour of each kind of GEMM and of each operand."""
 _KINDS = ("fprop", "dgrad", "wgrad")
 _MOST_COLUMNS, _MOST_ROWS = 60, 60
 
@@ -50,18 +50,16 @@ def _gemms(figure: Any, numerics: Numerics) -> None:
         _draw_by_depth(figure, by_depth, title)
         _leaves_out(figure, [_unplotted(numerics.gemms)])
         return
-    layers: dict[str, list[GemmNumerics]] = {}
-    for gemm in numerics.worst_gemms():
-        layers.setdefault(gemm.name, []).append(gemm)
-    axes = _rows(figure, list(layers), "layers, most harm first")
+    layers = list(dict.fromkeys(gemm.name for gemm in numerics.worst_gemms()))
+    axes = _rows(figure, layers, "layers, most harm first")
+    row = {name: number for number, name in enumerate(layers)}
     for which in _KINDS:
-        points = [
-            (g.sqnr_db, row) for row, gemms in enumerate(layers.values()) for g in gemms if g.gemm == which
-        ]
-        _marks(axes, points, which)
+        _marks(axes, [(g.sqnr_db, row[g.name]) for g in numerics.worst_gemms() if g.gemm == which], which)
     axes.set_xlabel("SQNR of the output against FP32, dB")
     axes.set_title(title)
-    _leaves_out(figure, [_unplotted(numerics.gemms), _unlabelled(len(layers), "layers")])
+    hidden = len(layers) - len(range(0, len(layers), math.ceil(len(layers) / _MOST_ROWS)))
+    unlabelled = f"names of {hidden} of {len(layers)} layers" if hidden else ""
+    _leaves_out(figure, [_unplotted(numerics.gemms), unlabelled])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +73,13 @@ class Grid:
 
 def grid(gemms: Iterable[GemmNumerics]) -> Grid | None:
     """Returns the grid of `gemms`; None for fewer than two blocks, or for too many kinds of GEMMs."""
-    lowest = lowest_by((_cell(gemm), gemm.sqnr_db) for gemm in gemms)
+    cells = []
+    for gemm in gemms:  # the row, and as its column the layer's path below the block, with * for numbers
+        block = inner_block(gemm.name)
+        steps = gemm.name.removeprefix(block).removeprefix(".").split(".") if block else []
+        column = ".".join("*" if step.isdecimal() else step for step in steps), gemm.gemm
+        cells.append(((block or gemm.name, column), gemm.sqnr_db))
+    lowest = lowest_by(cells)
     rows = list(dict.fromkeys(row for row, _ in lowest))
     kinds = list(dict.fromkeys(kind for _, kind in lowest))
     kinds.sort(key=lambda kind: _KINDS.index(kind[1]))
@@ -104,13 +108,6 @@ def _draw_by_depth(figure: Any, by_depth: Grid, title: str) -> None:
     axes.set_xticks(range(width), by_depth.columns, fontsize=7, rotation=90)
     axes.set_ylabel("blocks, by depth")
     axes.set_title(title)
-
-
-def _cell(gemm: GemmNumerics) -> tuple[str, tuple[str, str]]:
-    """Returns the row of `gemm`, and its column: its layer's path below the block, with * for numbers."""
-    block = inner_block(gemm.name)
-    steps = gemm.name.removeprefix(block).removeprefix(".").split(".") if block else []
-    return block or gemm.name, (".".join("*" if s.isdecimal() else s for s in steps), gemm.gemm)
 
 
 def _tensors(figure: Any, numerics: Numerics) -> None:
@@ -169,11 +166,6 @@ def _unplotted(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:
     return ", ".join(f"{number} {word}" for number, word in words if number)
 
 
-def _unlabelled(number: int, noun: str) -> str:
-    every = math.ceil(number / _MOST_ROWS)
-    return f"names of {number - len(range(0, number, every))} of {number} {noun}" if every > 1 else ""
-
-
 def _beyond(tensors: Sequence[TensorNumerics]) -> str:
     more = len(tensors) - _MOST_ROWS
     return f"{more} of {len(tensors)} casts, with less harm" if more > 0 else ""
@@ -200,5 +192,6 @@ def _marks(axes: Any, points: Sequence[tuple[float, int]], which: str) -> None:
     finite = [(value, row) for value, row in points if math.isfinite(value)]
     if finite:
         values, rows = zip(*finite, strict=True)
-        axes.plot(values, rows, _MARKS[which], color=_COLOURS[which], label=which, markersize=4)
+        mark, colour = _STYLES[which]
+        axes.plot(values, rows, mark, color=colour, label=which, markersize=4)
         axes.legend()

@@ -22,12 +22,9 @@ from mxcompile.report.forms.tables import (
     wrapped,
 )
 
-_GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]
 _TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "error", "to 0", "lost", "cut", "2^"]
-_PARAMETER_HEADERS = ["layer", "role", "FLOPs", "dB", "cosine", "MSE", "error"]
-_GROUP_HEADERS = ["GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""]
+
 _GEMM_TITLE = "Outputs of GEMMs against FP32, most harm first: SQNR in dB, relative error"
-_OUTPUT_TITLE = ", and by how much a forward GEMM alone changes the model's output (an estimate)"
 _TENSOR_TITLE = (
     "Casts, by FLOPs × (error² + lost): SQNR in dB, cosine, relative error, share of elements cast to zero,"
     " share of magnitude lost with them, share saturated (cut), exponents of the scales"
@@ -108,43 +105,36 @@ def _facts(numerics: Numerics) -> list[str]:
 
 def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
     """Returns titles and tables, headers first."""
-    flops = sum(parameter.flops for parameter in numerics.parameters) or 1
+    title, gemms = _GEMM_TITLE, [["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]]
+    for gemm in numerics.worst_gemms():
+        batch = f"{gemm.batch}·" if gemm.batch > 1 else ""
+        size = f"{batch}{gemm.m}×{gemm.n}×{gemm.k}"
+        gemms.append([_named(gemm.name, 0, gemm.calls), gemm.role, gemm.gemm, size, *_errors(gemm)])
+    changes = [gemm.output_change for gemm in numerics.worst_gemms()]
+    if any(change is not None for change in changes):
+        title += ", and by how much a forward GEMM alone changes the model's output (an estimate)"
+        texts = ["output", *("" if change is None else percent(change) for change in changes)]
+        gemms = [[*row, text] for row, text in zip(gemms, texts, strict=True)]
+    flops = sum(row.flops for row in numerics.parameters) or 1
+    parameters = [
+        [row.name, row.role, f"{row.flops / flops:.1%}", *_errors(row)] for row in numerics.worst_parameters()
+    ]
     tables: list[tuple[str, Table]] = [
-        _gemms(numerics),
+        (title, gemms),
         (_TENSOR_TITLE, [_TENSOR_HEADERS, *map(_tensor, numerics.worst_tensors())]),
-        (
-            _PARAMETER_TITLE,
-            [_PARAMETER_HEADERS, *(_parameter(row, flops) for row in numerics.worst_parameters())],
-        ),
+        (_PARAMETER_TITLE, [["layer", "role", "FLOPs", "dB", "cosine", "MSE", "error"], *parameters]),
     ]
     return [(title, table) for title, table in tables if len(table) > 1]
-
-
-def _gemms(numerics: Numerics) -> tuple[str, Table]:
-    gemms = numerics.worst_gemms()
-    title, table = _GEMM_TITLE, [_GEMM_HEADERS, *map(_gemm, gemms)]
-    if any(gemm.output_change is not None for gemm in gemms):
-        changes = ["" if gemm.output_change is None else percent(gemm.output_change) for gemm in gemms]
-        title += _OUTPUT_TITLE
-        table = [[*row, change] for row, change in zip(table, ["output", *changes], strict=True)]
-    return title, table
-
-
-def _gemm(gemm: GemmNumerics) -> list[str]:
-    size = f"{gemm.m}×{gemm.n}×{gemm.k}"
-    return [
-        _named(gemm.name, 0, gemm.calls),
-        gemm.role,
-        gemm.gemm,
-        f"{gemm.batch}·{size}" if gemm.batch > 1 else size,
-        *_errors(gemm),
-    ]
 
 
 def _tensor(tensor: TensorNumerics) -> list[str]:
     unusual = [tensor.block] if tensor.block != "1x32" else []
     unusual += [tensor.elements] if tensor.elements != "nearest" else []
     how = " ".join([tensor.layout.removesuffix("wise"), tensor.elem, tensor.rounding, *unusual])
+    scales = {byte for byte, _ in tensor.scale_histogram}
+    exponents = [byte - 127 for byte in scales - {0, 255}]
+    spread = [f"{min(exponents)}…{max(exponents)}"] if exponents else []
+    spread += [word for byte, word in ((0, "0"), (255, "NaN")) if byte in scales]  # blocks of zeros, and NaN
     return [
         _named(tensor.name, len(tensor.shared_with), tensor.calls),
         f"{tensor.operand} {how}",
@@ -154,12 +144,8 @@ def _tensor(tensor: TensorNumerics) -> list[str]:
         percent(tensor.underflow),
         percent(tensor.lost),
         percent(tensor.saturation),
-        _range(tensor.scale_histogram),
+        ", ".join(spread),
     ]
-
-
-def _parameter(parameter: ParameterNumerics, flops: int) -> list[str]:
-    return [parameter.name, parameter.role, f"{parameter.flops / flops:.1%}", *_errors(parameter)]
 
 
 def _errors(row: GemmNumerics | ParameterNumerics) -> list[str]:
@@ -180,7 +166,9 @@ def _groups(by: str, groups: Sequence[Group]) -> Table:
         ]
         for group in groups
     ]
-    return [[by, *_GROUP_HEADERS], *rows] if rows else [[by]]
+    return (
+        [[by, "GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""], *rows] if rows else [[by]]
+    )
 
 
 def _named(name: str, others: int, calls: int) -> str:
@@ -201,11 +189,3 @@ def percent(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.3%}" if value >= 1e-5 else f"{100 * value:.0e}%"
-
-
-def _range(histogram: Sequence[tuple[int, int]]) -> str:
-    """Returns the exponents of the smallest and largest scale; byte 0 (blocks of zeros) and NaN by name."""
-    bytes_ = {byte for byte, _ in histogram}
-    exponents = [byte - 127 for byte in bytes_ - {0, 255}]
-    words = [f"{min(exponents)}…{max(exponents)}"] if exponents else []
-    return ", ".join(words + [word for byte, word in ((0, "0"), (255, "NaN")) if byte in bytes_])

@@ -1,15 +1,117 @@
-"""The result of a blame: layers with their effects, and a policy that excludes the worst of them."""
+"""The result of a blame: layers with their effects, and a policy that excludes the worst of them.
+
+An effect is the distance of a run from a reference: a number each for gradients, loss and main output.
+
+    gradients  √(Σ FLOPs · rel_error² / Σ FLOPs)   over the parameters, weighted by the FLOPs of their wgrad
+    loss       loss / reference − 1                signed
+    output     √(Σ (y − y₀)² / Σ y₀²)
+
+Independent errors add in squares, so effects on gradients or output sum to √(Σ effect²). Effects on the loss
+have signs and add linearly. rel_error is defined in `mxcompile.report.data.numerics`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mxcompile.analysis.blame.effects import MEASURES, Effect, Spread, exceeds, falls_short, together
+from mxcompile.analysis.audit.collect import compared, loss_gap, parameters
+from mxcompile.analysis.audit.text import percent
 from mxcompile.analysis.study.policy_file import MeasuredPolicy
+from mxcompile.analysis.study.session import Outcome
+from mxcompile.report import GemmRecord
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import Table
 from mxcompile.report.forms.words import count
+
+MEASURES = ("gradients", "loss", "output")
+"""Quantities whose change is measured."""
+
+_BEYOND = 1.5
+"""Ratio of the whole to the sum of its parts from which effects count as not additive."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A mean over repeats (inf if not finite) and its standard error (None without repeats)."""
+
+    mean: float
+    error: float | None = None
+
+    @classmethod
+    def from_values(cls, values: Sequence[float]) -> Spread:
+        """Returns the spread of `values`, one per repeat."""
+        if not all(map(math.isfinite, values)):
+            return cls(mean=math.inf)
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(mean=statistics.fmean(values), error=error)
+
+    @property
+    def size(self) -> float:
+        """Absolute value of the mean."""
+        return abs(self.mean)
+
+    def __str__(self) -> str:
+        if math.isinf(self.mean):
+            return "not finite"
+        sign = "-" if self.mean < 0 else ""
+        return f"{sign}{percent(self.size)}" + ("" if self.error is None else f" ± {percent(self.error)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """The effect of quantizing some GEMMs, by measure (see the module); None if the model lacks it."""
+
+    gradients: Spread | None = None
+    loss: Spread | None = None
+    output: Spread | None = None
+
+    def on(self, measure: str) -> Spread:
+        """Returns the effect on `measure`, which must not be None."""
+        spread: Spread | None = getattr(self, measure)
+        assert spread is not None
+        return spread
+
+
+def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcome]]) -> Effect:
+    """Returns the effect from (reference, outcome) `pairs`, one per repeat. gemms: records of the report."""
+    values = [_distances(gemms, reference, outcome) for reference, outcome in pairs]
+    present = [measure for measure in MEASURES if all(measure in value for value in values)]
+    return Effect(**{name: Spread.from_values([value[name] for value in values]) for name in present})
+
+
+def _distances(gemms: Sequence[GemmRecord], reference: Outcome, outcome: Outcome) -> Mapping[str, float]:
+    distances: dict[str, float] = {}
+    errors = list(parameters(gemms, reference, outcome))
+    errors = [error for error in errors if error.flops] or errors
+    if errors:
+        harm, flops = sum(error.harm for error in errors), sum(max(error.flops, 1) for error in errors)
+        distances["gradients"] = math.sqrt(harm / flops)
+    if (gap := loss_gap(outcome.loss, reference.loss)) is not None:
+        distances["loss"] = gap if math.isfinite(reference.loss or 0.0) else math.nan
+    if (sums := compared(reference.logits, outcome.logits)) is not None:
+        distances["output"] = sums.rel_error
+    return distances
+
+
+def together(measure: str, effects: Iterable[Effect]) -> float:
+    """Returns the sum of `effects` on `measure`, assuming that they are independent."""
+    spreads = [effect.on(measure) for effect in effects]
+    if measure == "loss":
+        return abs(sum(spread.mean for spread in spreads))
+    return math.sqrt(sum(spread.mean**2 for spread in spreads))
+
+
+def exceeds(whole: Spread, parts: float) -> bool:
+    """Whether `whole` is larger than the sum `parts`, beyond the standard error."""
+    return whole.size - 2 * (whole.error or 0.0) > _BEYOND * parts
+
+
+def falls_short(whole: Spread, parts: float) -> bool:
+    """Whether `whole` is smaller than the sum `parts`, beyond the standard error."""
+    return _BEYOND * (whole.size + 2 * (whole.error or 0.0)) < parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,48 +180,34 @@ class Blamed(MeasuredPolicy, Findings):
             return facts
         words = [f"{name} {spread}" for name in MEASURES if (spread := getattr(self.whole, name)) is not None]
         facts.append(f"all together: {', '.join(words)}")
-        if len(self.parts) > 1 and self._sum is not None:
+        whole, alone = self.whole.on(self.measure), [part.alone for part in self.parts if part.alone]
+        if len(self.parts) > 1 and alone:
+            parts = together(self.measure, alone)
             how = "with their signs" if self.measure == "loss" else "as independent errors, in squares"
-            facts.append(f"one by one, added up {how}: {Spread(mean=self._sum)}")
-        facts += [*self._interplay(), *self._policy()]
+            facts.append(f"one by one, added up {how}: {Spread(mean=parts)}")
+            start = "THE SUM OF THE PARTS IS NOT THE WHOLE: together they do"
+            sizes = f"{Spread(mean=whole.size)} instead of {Spread(mean=parts)}"
+            if exceeds(whole, parts):
+                facts.append(f"{start} more, {sizes}; the column 'without' shows the rest without a layer")
+            elif falls_short(whole, parts):
+                facts.append(f"{start} less, {sizes}: effects of some layers cancel or hide others")
+        names = list(dict.fromkeys(name for name, _ in self.worst))
+        excluded = f"{count(len(self.worst), 'GEMM')} of {count(len(names), 'layer')} as in {self.against}"
+        facts.append(
+            f"the policy: {excluded} leave {self.left.on(self.measure)} of {whole}, and"
+            f" {self.flop_share:.1%} of the matmul FLOPs quantized, {self.flop_share_before:.1%} before"
+        )
+        if self.num_layers > 3 and 2 * len(names) > self.num_layers:
+            facts.append(
+                f"the difference is spread over many layers: {len(names)} of {self.num_layers} must change to"
+                f" remove {self.remove:.0%} of it"
+            )
         if self.repeats > 1:
             facts.append(
                 f"± is the standard error of the mean of {self.repeats} repeats; each repeat and its"
                 " reference draw the same new random numbers"
             )
         return facts
-
-    def _policy(self) -> Iterator[str]:
-        whole, remaining = self.whole.on(self.measure), self.left.on(self.measure)
-        names = list(dict.fromkeys(name for name, _ in self.worst))
-        alone = f"{count(len(self.worst), 'GEMM')} of {count(len(names), 'layer')} as in {self.against}"
-        yield (
-            f"the policy: {alone} leave {remaining} of {whole}, and"
-            f" {self.flop_share:.1%} of the matmul FLOPs quantized, {self.flop_share_before:.1%} before"
-        )
-        if self.num_layers > 3 and 2 * len(names) > self.num_layers:
-            yield (
-                f"the difference is spread over many layers: {len(names)} of {self.num_layers} must change to"
-                f" remove {self.remove:.0%} of it"
-            )
-
-    @property
-    def _sum(self) -> float | None:
-        """Sum of the effects of the parts that were measured alone; None if none was."""
-        alone = [part.alone for part in self.parts if part.alone is not None]
-        return together(self.measure, alone) if alone else None
-
-    def _interplay(self) -> Iterator[str]:
-        """Yields a sentence if the effects of the parts do not add up to the whole."""
-        whole, parts = self.whole.on(self.measure), self._sum
-        if len(self.parts) < 2 or parts is None:
-            return
-        start = "THE SUM OF THE PARTS IS NOT THE WHOLE: together they do"
-        sizes = f"{Spread(mean=whole.size)} instead of {Spread(mean=parts)}"
-        if exceeds(whole, parts):
-            yield f"{start} more, {sizes}; the column 'without' shows the rest without a layer"
-        elif falls_short(whole, parts):
-            yield f"{start} less, {sizes}: effects of some layers cancel or hide others"
 
     def _table(self) -> Table:
         """Returns headers, then rows for all GEMMs, each kind of GEMM, and the parts with their GEMMs."""
@@ -135,13 +223,12 @@ class Blamed(MeasuredPolicy, Findings):
             name = spelled(part.layers) or "(root)"
             rows += [(name, row) for row in (part, *of_layers.get(part.layers, ()))]
         headers = ["layer", "GEMMs", "of all", *measures, *(["without"] if left_out else [])]
-        rows = rows if self.parts else []
-        return [headers, *(self._row(name, part, measures, left_out) for name, part in rows)]
-
-    def _row(self, name: str, part: BlamedPart, measures: list[str], left_out: bool) -> list[str]:
-        whole = self.whole.on(self.measure).size
-        size = None if part.alone is None else part.alone.on(self.measure).size
-        share = "" if size is None or whole in (0.0, float("inf")) else f"{size / whole:.0%}"
-        cells = ["" if part.alone is None else str(part.alone.on(measure)) for measure in measures]
-        rest = [] if not left_out else ["" if part.left_out is None else str(part.left_out.on(self.measure))]
-        return [name, ", ".join(part.gemms), share, *cells, *rest]
+        table, whole = [headers], self.whole.on(self.measure).size
+        for name, part in rows if self.parts else []:
+            size = None if part.alone is None else part.alone.on(self.measure).size
+            share = "" if size is None or whole in (0.0, float("inf")) else f"{size / whole:.0%}"
+            cells = ["" if part.alone is None else str(part.alone.on(measure)) for measure in measures]
+            if left_out:
+                cells.append("" if part.left_out is None else str(part.left_out.on(self.measure)))
+            table.append([name, ", ".join(part.gemms), share, *cells])
+        return table

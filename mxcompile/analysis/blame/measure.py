@@ -8,11 +8,8 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.analysis.blame import plan as plans
-from mxcompile.analysis.blame.blamed import Blamed, Findings
-from mxcompile.analysis.blame.effects import MEASURES, Effect
-from mxcompile.analysis.blame.plan import RunPlan
-from mxcompile.analysis.blame.search import Search
+from mxcompile.analysis.blame.blamed import MEASURES, Blamed, Findings
+from mxcompile.analysis.blame.search import LEAST, REPEATS, RunPlan, Search, check, check_different
 from mxcompile.analysis.blame.trials import BlameTrials
 from mxcompile.analysis.study.session import MAKE_A_LOSS, LossFunction, Session, Study
 from mxcompile.errors import ModelError, OptionError, not_allowed
@@ -66,28 +63,38 @@ def blame(
         PolicyError: for an invalid policy.
     """
     named = keywords("blame", locals())
-    plans.check(max_runs, repeats, remove)
+    check(max_runs, repeats, remove)
     if of is not None and of not in MEASURES:
         raise OptionError(f"of: {not_allowed('measure', of, MEASURES)}")
     requested, reference = Policy.resolve(policy), Policy.resolve(against)
-    plans.check_different(requested, reference)
+    check_different(requested, reference)
     announced = announce or (lambda _: None)
     announced(f"blame: at most {max_runs} runs of the model")
     session = Session(model, args, named, policy=requested, loss_fn=loss_fn)
     with tqdm(desc="blame: tracing", unit="run", disable=None, leave=False) as bar:
         study, backward = Study(session, bar, "blame"), of in (None, "gradients")
         trials = BlameTrials(study, requested, reference, backward)
-        several = min(plans.REPEATS, max_runs // plans.LEAST) if trials.drew else 1
+        several = min(REPEATS, max_runs // LEAST) if trials.drew else 1
         plan = RunPlan.from_counts(
             len(trials.layers),
             len({gemm for _, gemm in trials.keys}) if trials.switched else 1,
             repeats=several if repeats is None else repeats,
             max_runs=max_runs,
-            more=trials.to_come,
+            more=1 - len(trials.references),
         )
         bar.total = plan.runs
         trials.repeat(plan.repeats)
-        measure = _measure(trials.self_effect, of)
+        present = [name for name in MEASURES if getattr(trials.self_effect, name) is not None]
+        order = ("gradients", "output", "loss")
+        measure = of or next((name for name in order if name in present), "output")
+        if measure not in present:
+            wanted = {
+                "output": "a floating-point tensor as its main output",
+                "loss": f"a loss: {MAKE_A_LOSS}",
+                "gradients": f"a loss that needs gradients: {MAKE_A_LOSS}",
+            }
+            has = f"this run has {' and '.join(present)}" if present else "this run has nothing to measure"
+            raise ModelError(f"blame of {measure!r} needs {wanted[measure]}; {has}")
         findings = Findings(whole=trials.self_effect, left=trials.self_effect)
         notes = trials.obstacles(measure)
         if not notes:
@@ -117,20 +124,3 @@ def blame(
         measure=measure,
         remove=remove,
     )
-
-
-def _measure(effect: Effect, of: str | None) -> str:
-    """Returns the measure of the search. Raises `ModelError` if the model lacks it."""
-    present = [measure for measure in MEASURES if getattr(effect, measure) is not None]
-    if of is None:
-        order = ("gradients", "output", "loss")
-        of = next((measure for measure in order if measure in present), "output")
-    if of not in present:
-        wanted = {
-            "output": "a floating-point tensor as its main output",
-            "loss": f"a loss: {MAKE_A_LOSS}",
-            "gradients": f"a loss that needs gradients: {MAKE_A_LOSS}",
-        }
-        has = f"this run has {' and '.join(present)}" if present else "this run has nothing to measure"
-        raise ModelError(f"blame of {of!r} needs {wanted[of]}; {has}")
-    return of

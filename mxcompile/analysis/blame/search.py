@@ -9,22 +9,24 @@
     GEMMs     fprop, dgrad and wgrad of these layers are quantized alone; GEMMs with little effect stay
               quantized if the policy still removes the requested share
 
-Each step has a limit of runs (see `plan`).
+Each step has a limit of runs (see `RunPlan`). The total is fixed once the number of differing layers is
+known, and never exceeded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from mxcompile.analysis.blame.blamed import BlamedPart, Findings
-from mxcompile.analysis.blame.effects import Effect, exceeds, together
-from mxcompile.analysis.blame.plan import RunPlan
+from mxcompile.analysis.blame.blamed import BlamedPart, Effect, Findings, exceeds, together
 from mxcompile.analysis.blame.trials import BlameTrials
 from mxcompile.analysis.study.session import Keys
-from mxcompile.policy import Gemm
+from mxcompile.errors import OptionError, shown
+from mxcompile.policy import Gemm, Policy
 from mxcompile.report.data.fold import spelled
+from mxcompile.report.forms.words import count
 
 _NOTHING_MORE = 0.02
 """Groups with a smaller share of the whole effect are not halved."""
@@ -33,6 +35,90 @@ _SMALL = 1 / 3
 """GEMMs with a smaller share of the effect of the layer's worst GEMM may stay quantized."""
 
 Names = tuple[str, ...]
+
+LEAST = 8
+"""Least number of effects for a useful result: the reference, all GEMMs together, and a few parts."""
+
+REPEATS = 3
+"""Repeats of a model that draws random numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """The number of effects that each step may measure. An effect takes a run per repeat.
+
+    alone: layers, or groups, quantized alone. left_out: layers or groups left out. worst: effects without the
+    worst layers. kinds: kinds of GEMMs quantized alone. gemms: single GEMMs of the worst layers, and the
+    effect without the worst GEMMs. more: runs of the reference in addition to its repeats.
+    """
+
+    repeats: int
+    alone: int
+    left_out: int
+    worst: int
+    kinds: int
+    gemms: int
+    more: int = 0
+
+    @classmethod
+    def from_counts(cls, layers: int, gemms: int, *, repeats: int, max_runs: int, more: int) -> RunPlan:
+        """Returns the plan for `layers` differing layers with `gemms` separately searched kinds of GEMMs.
+
+        max_runs: limit, at least `LEAST` per repeat. more: runs of the reference in addition to its repeats.
+        """
+        remaining = (max_runs - more) // repeats - 2
+        kinds = gemms if gemms > 1 and remaining >= 4 * gemms else 0
+        singles = min(10 if layers > 1 else 1, remaining // 4) if gemms > 1 else 0
+        worst = min(2 * math.ceil(math.log2(layers + 1)) + 1, max(1, remaining // 4))
+        remaining -= kinds + singles + worst
+        alone = layers if layers <= remaining else remaining * 3 // 4
+        return cls(
+            repeats=repeats,
+            alone=alone,
+            left_out=min(layers, remaining - alone),
+            worst=worst,
+            kinds=kinds,
+            gemms=singles,
+            more=more,
+        )
+
+    @property
+    def runs(self) -> int:
+        """Largest number of runs of all steps, including the reference and everything quantized."""
+        parts = self.alone + self.left_out + self.worst + self.kinds + self.gemms
+        return self.repeats * (2 + parts) + self.more
+
+    def __str__(self) -> str:
+        repeated = f", each {self.repeats} times" if self.repeats > 1 else ""
+        return (
+            f"at most {count(self.runs, 'run')} of the model: the reference and all together,"
+            f" {self.alone} of layers alone, {self.left_out} of layers left out, {self.kinds + self.gemms} of"
+            f" GEMMs alone, {self.worst} without the worst{repeated}"
+        )
+
+
+def check(max_runs: object, repeats: object, remove: object) -> None:
+    """Raises `OptionError` for an invalid number of runs or repeats, or an invalid share."""
+    if not _is_whole(repeats, 1) and repeats is not None:
+        raise OptionError(f"`repeats` must be a whole number of at least 1, found {shown(repeats)}")
+    least = LEAST * (repeats if isinstance(repeats, int) else 1)
+    if not _is_whole(max_runs, least):
+        purpose = f" for {repeats} repeats" if repeats is not None else ""
+        raise OptionError(
+            f"`max_runs` must be a whole number of at least {least}{purpose}, found {shown(max_runs)}"
+        )
+    if isinstance(remove, bool) or not isinstance(remove, int | float) or not 0 < remove <= 1:
+        raise OptionError(f"`remove` must be a share above 0 and at most 1, found {shown(remove)}")
+
+
+def check_different(policy: Policy, against: Policy) -> None:
+    """Raises `OptionError` if the two policies are equal."""
+    if policy == against:
+        raise OptionError(f"both policies are {policy.label}: name another policy with `policy` or `against`")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class _Step:
@@ -65,13 +151,19 @@ class Search:
         """Returns the result of the search."""
         if self._size(self._whole) == 0:
             return Findings(whole=self._whole, left=self._trials.self_effect)
-        alone = self._groups(_Step(self._trials, self._plan.alone), self._alone, self._size)
+        alone = self._groups(self._plan.alone, is_left_out=False)
         parts = [
             BlamedPart(layers=names, gemms=self._kinds(names), alone=effect)
             for names, effect in alone.items()
         ]
         if exceeds(self._whole.on(self._measure), together(self._measure, alone.values())):
-            parts = self._with_left_out(parts)
+            rests = self._groups(self._plan.left_out, is_left_out=True)
+            parts = [dataclasses.replace(part, left_out=rests.get(part.layers)) for part in parts]
+            parts += [
+                BlamedPart(layers=names, gemms=self._kinds(names), left_out=effect)
+                for names, effect in rests.items()
+                if names not in alone and len(rests) > 1
+            ]
         parts.sort(key=self._harm, reverse=True)
         worst, remaining = self._worst(parts)
         kinds = tuple(self._single(self._trials.layers, _Step(self._trials, self._plan.kinds)))
@@ -101,41 +193,26 @@ class Search:
         kinds = {gemm for _, gemm in self._of(names)}
         return tuple(str(gemm) for gemm in Gemm if gemm in kinds)
 
-    def _groups(
-        self, step: _Step, effect: Callable[[_Step, Names], Effect], size: Callable[[Effect], float]
-    ) -> dict[Names, Effect]:
-        """Returns the effects of all layers, in groups if `step` has too few runs for single layers.
+    def _groups(self, effects: int, *, is_left_out: bool) -> dict[Names, Effect]:
+        """Returns the effect of each layer alone or left out, or of groups if `effects` is too small."""
+        step, size = _Step(self._trials, effects), self._drop if is_left_out else self._size
 
-        size: returns the size of an effect, by which the next group to halve is chosen.
-        """
-        count = len(self._trials.layers) if len(self._trials.layers) <= step.runs else max(1, step.runs // 2)
-        effects = {names: effect(step, names) for names in _pieces(self._trials.layers, count)}
+        def effect(names: Names) -> Effect:
+            if is_left_out:
+                return step.effect(self._keys - self._of(names), f"all but {spelled(names)}")
+            return step.effect(self._of(names), f"{spelled(names)} alone")
+
+        layers = self._trials.layers
+        number = len(layers) if len(layers) <= step.runs else max(1, step.runs // 2)
+        by_group = {names: effect(names) for names in _pieces(layers, number)}
         while step.runs >= 2:
-            wide = [names for names in effects if len(names) > 1]
-            most = max(wide, key=lambda names: size(effects[names]), default=())
-            if not most or size(effects[most]) <= _NOTHING_MORE * self._size(self._whole):
+            wide = [names for names in by_group if len(names) > 1]
+            most = max(wide, key=lambda names: size(by_group[names]), default=())
+            if not most or size(by_group[most]) <= _NOTHING_MORE * self._size(self._whole):
                 break
-            del effects[most]
-            effects |= {names: effect(step, names) for names in _pieces(most, 2)}
-        return effects
-
-    def _alone(self, step: _Step, names: Names) -> Effect:
-        return step.effect(self._of(names), f"{spelled(names)} alone")
-
-    def _rest(self, step: _Step, names: Names) -> Effect:
-        return step.effect(self._keys - self._of(names), f"all but {spelled(names)}")
-
-    def _with_left_out(self, parts: Sequence[BlamedPart]) -> list[BlamedPart]:
-        """Returns `parts` and further groups, each with the effect of leaving it out."""
-        rests = self._groups(_Step(self._trials, self._plan.left_out), self._rest, self._drop)
-        by_layers = {part.layers: part for part in parts}
-        both = [dataclasses.replace(part, left_out=rests.get(part.layers)) for part in parts]
-        more = [
-            BlamedPart(layers=names, gemms=self._kinds(names), left_out=effect)
-            for names, effect in rests.items()
-            if names not in by_layers and len(rests) > 1
-        ]
-        return both + more
+            del by_group[most]
+            by_group |= {names: effect(names) for names in _pieces(most, 2)}
+        return by_group
 
     def _drop(self, effect: Effect) -> float:
         """Returns by how much the whole exceeds `effect`, the effect without a group."""
@@ -154,7 +231,11 @@ class Search:
         """
         step = _Step(self._trials, self._plan.worst)
         fails, does, result = 0, len(parts), (self._keys, self._trials.self_effect)
-        guess = self._guess(parts)
+        # the first guess assumes that effects add in squares
+        sizes = [0.0 if part.alone is None else self._size(part.alone) for part in parts]
+        bound = self._tolerated * math.hypot(*filter(math.isfinite, sizes))
+        few = (number for number in range(1, len(parts)) if math.hypot(*sizes[number:]) <= bound)
+        guess = next(few, len(parts))
         while does - fails > 1:
             number = guess if fails < guess < does else (fails + does) // 2
             first = self._of(name for part in parts[:number] for name in part.layers)
@@ -167,15 +248,6 @@ class Search:
             else:
                 fails, guess = number, number + 1
         return result
-
-    def _guess(self, parts: Sequence[BlamedPart]) -> int:
-        """Returns a guess of the number of `parts` to exclude. It assumes that effects add in squares."""
-        sizes = [0.0 if part.alone is None else self._size(part.alone) for part in parts]
-        whole = math.hypot(*filter(math.isfinite, sizes))
-        rests = (math.hypot(*sizes[number:]) for number in range(1, len(parts)))
-        return next(
-            (number for number, rest in enumerate(rests, 1) if rest <= self._tolerated * whole), len(parts)
-        )
 
     def _single(self, names: Names, step: _Step) -> Iterator[BlamedPart]:
         """Yields each kind of GEMM of the layers `names` alone, if they have several and `step` allows it."""

@@ -8,11 +8,9 @@ every run traces the model under its own policy, and only whole layers are compa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
-from mxcompile.analysis.blame.effects import Effect, effect_of
-from mxcompile.analysis.study.interpreter import Key
+from mxcompile.analysis.blame.blamed import Effect, effect_of
 from mxcompile.analysis.study.mixes import BF16, Candidate, Mixes, Option
 from mxcompile.analysis.study.session import Keys, Outcome, Study
 from mxcompile.formats import ElemRounding, is_quantized
@@ -30,7 +28,7 @@ class BlameTrials:
 
     keys: (layer, GEMM) pairs that the policies decide differently, in the order of the model. layers: their
     layers. switched: whether the reference quantizes none of `keys`. drew: whether the first run drew random
-    numbers.
+    numbers. references: outcomes of the reference so far, one per repeat.
     """
 
     def __init__(self, study: Study, policy: Policy, against: Policy, backward: bool) -> None:
@@ -39,38 +37,29 @@ class BlameTrials:
         _, first = study.run(study.session, lambda _: False, backward=backward)
         self.drew, self._backward = first.drew, first.gradients is not None
         self._kinds = tuple(Gemm) if self._backward else (Gemm.FPROP,)
-        self.keys, self.switched = self._differences()
-        self.layers = tuple(dict.fromkeys(name for name, _ in self.keys))
-        self._effects: dict[Keys, Effect] = {}
-        of_kinds = {site.key for site in study.session.sites.products if site.tag.gemm in self._kinds}
-        self._same = frozenset(of_kinds) - frozenset(self.keys)
-        self._references = [first] if self.switched and not self._same else []
-
-    def _differences(self) -> tuple[tuple[Key, ...], bool]:
-        """Returns the GEMMs in which the policies differ, and whether they are BF16 in the reference."""
-        keys, switched = [], True
-        for name, layer in self.study.layers.items():
-            before, after = self._against.decide(layer), self._policy.decide(layer)
+        keys, self.switched = [], True
+        for name, layer in study.layers.items():
+            before, after = against.decide(layer), policy.decide(layer)
             for gemm in self._kinds:
                 a, b = before.choice(gemm), after.choice(gemm)
                 key, alone = (name, str(gemm)), not is_quantized(a.precision)
                 differ = (a.precision, a.formats) != (b.precision, b.formats)
-                if (alone and key in self.study.quantized) or (not alone and differ):
+                if (alone and key in study.quantized) or (not alone and differ):
                     keys.append(key)
-                    switched &= alone
-        return tuple(keys), switched
-
-    @property
-    def to_come(self) -> int:
-        """Number of runs that the reference needs in addition to its repeats."""
-        return 1 - len(self._references)
+                    self.switched &= alone
+        self.keys = tuple(keys)
+        self.layers = tuple(dict.fromkeys(name for name, _ in self.keys))
+        self._effects: dict[Keys, Effect] = {}
+        of_kinds = {site.key for site in study.session.sites.products if site.tag.gemm in self._kinds}
+        self._same = frozenset(of_kinds) - frozenset(self.keys)
+        self.references = [first] if self.switched and not self._same else []
 
     def repeat(self, count: int) -> None:
         """Runs the reference `count` times, each with different random numbers."""
-        while len(self._references) < count:
-            seed = len(self._references)
-            self._references.append(self._outcome(frozenset(), seed, "the reference"))
-        pairs = ((reference, reference) for reference in self._references)
+        while len(self.references) < count:
+            seed = len(self.references)
+            self.references.append(self._outcome(frozenset(), seed, "the reference"))
+        pairs = ((reference, reference) for reference in self.references)
         self._effects[frozenset()] = effect_of(self.study.gemms, pairs)
 
     @property
@@ -83,7 +72,7 @@ class BlameTrials:
         if keys not in self._effects:
             pairs = (
                 (reference, self._outcome(keys, seed, description))
-                for seed, reference in enumerate(self._references)
+                for seed, reference in enumerate(self.references)
             )
             self._effects[keys] = effect_of(self.study.gemms, pairs)
         return self._effects[keys]
@@ -100,7 +89,11 @@ class BlameTrials:
                 by_layer.setdefault(name, []).append(gemm)
         candidates = [Candidate.start(self._policy), Candidate(word="reference", policy=self._against)]
         mixes = Mixes(start=self._policy, layers=self.study.layers, candidates=candidates, label=LABEL)
-        mix = {name: self._option(name, kept) for name, kept in by_layer.items()}
+        mix = {}
+        for name, kept in by_layer.items():
+            cast = {gemm for layer, gemm in self.study.quantized if layer == name}
+            option = BF16 if cast <= set(kept) else Option(candidate=0, kept=tuple(kept))
+            mix[name] = option if self.switched else Option(candidate=1)
         return mixes.policy(mix), tuple(
             f"{spelled(names)}: {', '.join(by_layer[names[0]])} as in {self._against.label}"
             for names in mixes.uses(mix).values()
@@ -137,13 +130,6 @@ class BlameTrials:
         elif any(decision.saved is Saved.MXFP8 for decision in decisions):
             notes.append("all runs, the reference too, save the same inputs in MXFP8 for backward")
         return notes
-
-    def _option(self, name: str, gemms: Sequence[str]) -> Option:
-        """Returns the option of layer `name` with its differing `gemms` as in the reference."""
-        if not self.switched:
-            return Option(candidate=1)
-        cast = {gemm for layer, gemm in self.study.quantized if layer == name}
-        return BF16 if cast <= set(gemms) else Option(candidate=0, kept=tuple(gemms))
 
     def _outcome(self, keys: Keys, seed: int, description: str) -> Outcome:
         """Returns the outcome of a run with `keys` as in the policy and other GEMMs as in the reference.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.analysis.explain.advice import advised
+from mxcompile.analysis.explain.sweep import advised
 from mxcompile.analysis.explain.tracer import Explainer, options_for
 from mxcompile.compiler.rehearsal import some_or_all
 from mxcompile.errors import OptionError
@@ -71,18 +71,14 @@ def explain(
     )
     report = Report.from_parts(parts, target=options.target, policy=options.policy.title)
     check_mistakes(options.policy, report.gemms, strict=options.strict)
-    return advised(estimate(_with_memory(report, model, training=training)))
-
-
-def _with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
-    """Returns `report`, the report of `model`, with the memory figures in its summary."""
     parameters = sum(map(_size, (*model.parameters(), *model.buffers())))
     gradients = sum(_size(p) for p in model.parameters() if p.requires_grad) if training else 0
     both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in report.gemms if g.flops and g.n and g.k)
     beside = report.summary.saved_bytes if training else _BF16_BYTES * max(both, default=0)
     figures: dict[str, Any] = {"parameter_bytes": parameters, "gradient_bytes": gradients}
     figures["peak_bytes"] = parameters + gradients + (beside or 0)
-    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, **figures))
+    summary = dataclasses.replace(report.summary, **figures)
+    return advised(estimate(dataclasses.replace(report, summary=summary)))
 
 
 def _size(tensor: Tensor) -> int:

@@ -16,13 +16,13 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
+from mxcompile.analysis.explain.sweep import advised
 from mxcompile.analysis.explain.tracer import options_for
 from mxcompile.compiler.rehearsal import apart, some_or_all
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import MXCompileError, OptionError
-from mxcompile.lowering.targets import TARGETS, Target
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.mesh.collectives import Axes
 from mxcompile.mesh.links import NODE, Links
 from mxcompile.mesh.pipeline import Pipeline
@@ -91,7 +91,12 @@ def explain_rank(
     named, shape = named_inputs("explain_rank", locals()), MeshShape.parse(mesh)
     options = options_for(model, policy=policy, target=target, strict=strict)
     speeds = None if links is None and node is None else _links(links, node, options.target)
-    order = _schedule(shape, schedule, microbatches)
+    ranks, order = dict(zip(shape.names, shape.sizes, strict=True)).get(PIPELINE, 1), None
+    if ranks > 1:
+        order = Schedule.parse(schedule, ranks, microbatches)
+    elif schedule is not None or microbatches is not None:
+        word = "microbatches" if schedule is None else "schedule"
+        raise OptionError(f"`{word}` needs a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8")
     arguments = model, args, named, shape, parallel
     return apart(partial(_rank_report, arguments, options, speeds, order, training=training))
 
@@ -181,7 +186,9 @@ def _rank_report(
         numbers, slowest, step = range(len(memories)), len(memories) - 1, None
         if speeds is not None:
             chip = TARGETS[options.target]
-            beside = _beside(options.policy, others, chip)
+            mine = options.policy.label
+            runs = (other for other in others if not other.quantizes or chip.fp8_tiles)
+            beside = [other for other in runs if mine not in (BF16.label, other.label)]
             traced = (rank, *(tracing(replace(options, policy=other))[0] for other in beside))
             works = [[run.work(number, memories[number].gradients) for number in numbers] for run in traced]
             rates = speeds.rates(Rates.for_target(chip))
@@ -201,27 +208,6 @@ def _rank_report(
         pipeline=None if rank.stages is None else Pipeline.from_stages(rank.stages, memories, slowest),
         warnings=(*unmatched(report.gemms, plan.by_name), *rank.unreduced()),
     )
-
-
-def _beside(policy: Policy, others: Sequence[Policy], chip: Target) -> list[Policy]:
-    """Returns the policies of `others` to compare with `policy`; FP8 only if `chip` has an FP8 GEMM."""
-    if policy.label == BF16.label:
-        return []
-    runs = (other for other in others if not other.quantizes or chip.fp8_tiles)
-    return [other for other in runs if other.label != policy.label]
-
-
-def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> Schedule | None:
-    """Returns the schedule of the pipeline of `shape`, if any. Raises `OptionError` if it cannot be used."""
-    ranks = dict(zip(shape.names, shape.sizes, strict=True)).get(PIPELINE, 1)
-    if ranks > 1:
-        return Schedule.parse(name, ranks, microbatches)
-    for word, value in {"schedule": name, "microbatches": microbatches}.items():
-        if value is not None:
-            raise OptionError(
-                f"`{word}` needs a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8"
-            )
-    return None
 
 
 def _links(links: str | None, node: int | None, target: str) -> Links:

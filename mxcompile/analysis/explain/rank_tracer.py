@@ -17,7 +17,7 @@ from torch import fx, nn
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.options import Options
-from mxcompile.compiler.session.plans import no_plan, planned
+from mxcompile.compiler.session.session import no_plan, planned
 from mxcompile.errors import ModelError
 from mxcompile.mesh.collectives import (
     Axes,
@@ -185,7 +185,6 @@ class RankTracer(Explainer):
         return total
 
     def _activations(self, stage: int) -> list[Collective]:
-        """Returns the collectives of the graphs in `stage`."""
         stages = self.stages
         return [c for c in self.collectives() if stages is None or stages.stage(c.name) == stage]
 

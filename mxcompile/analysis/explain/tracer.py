@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.session.options import Options
-from mxcompile.compiler.session.plans import no_plan, planned
+from mxcompile.compiler.session.session import no_plan, planned
 from mxcompile.formats import UNQUANTIZED
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import gradient_tags, set_tag, tags_of

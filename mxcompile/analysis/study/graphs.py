@@ -63,23 +63,7 @@ class Graphs:
         target = resolve(self._options.target, capture.device)
         options = dataclasses.replace(self._options, target=target.name)
         compilation = Compilation(options, capture, gm, target, after=lambda graph: mark(graph, self.sites))
-        compiled, written = self._interpreted(compilation, gm, example_inputs)
-        self.target = target.name
-        self.parts.append(dataclasses.replace(compilation.part, cache="off"))
-
-        def call(*args: Any) -> Any:
-            _, kept = self._running()
-            for index in written:
-                kept.add(args[index])
-            return compiled(*args)
-
-        return call
-
-    def _interpreted(
-        self, compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> tuple[Callable[..., Any], list[int]]:
-        """Returns `gm` differentiated and rewritten, and the indices of the inputs that it writes to."""
-        written: list[int] = []
+        written: list[int] = []  # indices of the inputs that the graph writes to
 
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
             compilation.run_passes(joint.graph)
@@ -107,4 +91,13 @@ class Graphs:
             partition_fn=partition,
             decompositions=table(),
         )(gm, example_inputs)
-        return compiled, written
+        self.target = target.name
+        self.parts.append(dataclasses.replace(compilation.part, cache="off"))
+
+        def call(*args: Any) -> Any:
+            _, kept = self._running()
+            for index in written:
+                kept.add(args[index])
+            return compiled(*args)
+
+        return call

@@ -93,11 +93,17 @@ class Session:
             with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
                 args, kwargs = fresh(self._arguments)
                 output = self._call(args, kwargs)
-                loss, logits = self._loss(output), main_output(output)
+                loss_fn = loss_of if self._loss_fn is None else self._loss_fn
+                loss, logits = loss_fn(output), main_output(output)
+                if self._loss_fn is not None and not _is_scalar(loss):
+                    kind = type(loss).__name__
+                    if isinstance(loss, Tensor):
+                        kind = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+                    raise ModelError(f"loss_fn must return a scalar floating-point tensor, found {kind}")
                 start = loss if run.reach is None else noisy(logits)
                 gradients = None
                 if backward and start is not None and start.requires_grad:
-                    gradients = self._gradients(start, args, kwargs)
+                    gradients = _gradients(self.model, start, (args, kwargs))
                 return Outcome(
                     loss=None if loss is None else float(loss.detach()),
                     logits=None if logits is None else logits.detach().clone(),
@@ -134,23 +140,6 @@ class Session:
             if isinstance(inner, MXCompileError):
                 raise inner from None
             raise ModelError(failure("run", error, self.model)) from error
-
-    def _loss(self, output: Any) -> Tensor | None:
-        loss = self._loss_fn(output) if self._loss_fn is not None else loss_of(output)
-        if self._loss_fn is not None and not _is_scalar(loss):
-            kind = type(loss).__name__
-            if isinstance(loss, Tensor):
-                kind = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
-            raise ModelError(f"loss_fn must return a scalar floating-point tensor, found {kind}")
-        return loss
-
-    def _gradients(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Returns the gradients of parameters, as a training step computes them."""
-        named = {user_path(name): p for name, p in self.model.named_parameters() if p.requires_grad}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        leaves = [*named.values(), *(tensor for tensor in inputs if tensor.requires_grad)]
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return {name: grad for name, grad in zip(named, gradients, strict=False) if grad is not None}
 
 
 class Study:
@@ -210,6 +199,14 @@ class Study:
             dataclasses.replace(gemm, precision=unquantized) if (gemm.name, gemm.gemm) in removed else gemm
             for gemm in self.gemms
         )
+
+
+def _gradients(model: nn.Module, loss: Tensor, inputs: Any) -> dict[str, Tensor]:
+    """Returns the gradients of parameters, as a training step computes them."""
+    named = {user_path(name): p for name, p in model.named_parameters() if p.requires_grad}
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gradients = torch.autograd.grad(loss, [*named.values(), *leaves], allow_unused=True)
+    return {name: grad for name, grad in zip(named, gradients, strict=False) if grad is not None}
 
 
 def noisy(output: Tensor | None) -> Tensor | None:

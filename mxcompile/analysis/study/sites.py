@@ -102,55 +102,47 @@ def observed(
 
 def mark(graph: fx.Graph, sites: Sites) -> None:
     """Marks casts and GEMMs of `graph`, a joint or inference graph after all passes; adds them to `sites`."""
-    marker = _Marker(graph, sites)
+    build = Builder(graph, "audit")
     for node in list(graph.nodes):
         tag = tag_of(node)
-        if tag is not None and packet(node) in ops.PRODUCTS:
-            marker.mark_product(node, tag)
-
-
-class _Marker:
-    def __init__(self, graph: fx.Graph, sites: Sites) -> None:
-        self._graph = graph
-        self._sites = sites
-        self._build = Builder(graph, "audit")
-
-    def mark_product(self, node: fx.Node, tag: GemmTag) -> None:
-        """Replaces the target of `node` by `observed`."""
+        if tag is None or packet(node) not in ops.PRODUCTS:
+            continue
         product = Product.read(node)
         site = ProductSite(tag=tag, op=node.target, words=product.words)
-        self._sites.products.append(site)
-        with self._graph.inserting_before(node):
-            lhs, rhs = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
+        sites.products.append(site)
+        with graph.inserting_before(node):
+            lhs, rhs = (_source(product.sides[side][0], site, side, sites, build) for side in (0, 1))
         (qa, sa), (qb, sb) = product.sides
         arguments = qa, sa, qb, sb, product.extra, product.out_dtype, product.tensors
         node.target = observed
-        node.args = (*arguments, lhs, rhs, len(self._sites.products) - 1)
+        node.args = (*arguments, lhs, rhs, len(sites.products) - 1)
 
-    def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
-        """Returns the operand `side` before its cast, and marks the cast; None if the graph has no cast."""
-        cast, steps = producing_call(qdata)
-        if Cast.from_node(cast) is None:
+
+def _source(qdata: fx.Node, site: ProductSite, side: int, sites: Sites, build: Builder) -> fx.Node | None:
+    """Returns the operand `side` before its cast, and marks the cast; None if the graph has no cast."""
+    cast, steps = producing_call(qdata)
+    if Cast.from_node(cast) is None:
+        return None
+    mark = _cast_site(cast, sites)
+    mark.readers.append((site.tag, site.tag.tensors[side]))
+    mark.needed_by.add(site.key)
+    source = argument(cast)
+    if source.target is ops.decode:  # the columnwise copy is cast from the rowwise one
+        first, _ = producing_call(argument(source))
+        if Cast.from_node(first) is None:
             return None
-        mark = self._cast_site(cast)
-        mark.readers.append((site.tag, site.tag.tensors[side]))
-        mark.needed_by.add(site.key)
-        source = argument(cast)
-        if source.target is ops.decode:  # the columnwise copy is cast from the rowwise one
-            first, _ = producing_call(argument(source))
-            if Cast.from_node(first) is None:
-                return None
-            self._cast_site(first).needed_by.add(site.key)
-            source = argument(first)
-        if source.target is ops.hadamard:  # applied to both operands, so it cancels
-            source = argument(source)
-        return retaken(steps, source, self._build)
+        _cast_site(first, sites).needed_by.add(site.key)
+        source = argument(first)
+    if source.target is ops.hadamard:  # applied to both operands, so it cancels
+        source = argument(source)
+    return retaken(steps, source, build)
 
-    def _cast_site(self, cast: fx.Node) -> CastSite:
-        if MARK not in cast.meta:
-            view = Cast.read(cast)
-            dim = view.side % value_of(view.x).ndim
-            cast.meta[MARK] = len(self._sites.casts)
-            self._sites.casts.append(CastSite(block_dim=dim, rowwise=view.side == -1, fmt=view.form))
-        index: int = cast.meta[MARK]
-        return self._sites.casts[index]
+
+def _cast_site(cast: fx.Node, sites: Sites) -> CastSite:
+    if MARK not in cast.meta:
+        view = Cast.read(cast)
+        dim = view.side % value_of(view.x).ndim
+        cast.meta[MARK] = len(sites.casts)
+        sites.casts.append(CastSite(block_dim=dim, rowwise=view.side == -1, fmt=view.form))
+    index: int = cast.meta[MARK]
+    return sites.casts[index]

@@ -14,6 +14,7 @@ start policy. The result is audited at the end, and GEMMs that fail only togethe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,14 +22,14 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.analysis.audit import Audit
+from mxcompile.analysis.audit import Audit, audited, loss_gap
 from mxcompile.analysis.audit.text import decibels
-from mxcompile.analysis.study.mixes import BF16, GEMMS, Candidate, Mix, Option
-from mxcompile.analysis.study.session import LossFunction, Session, Study
+from mxcompile.analysis.study.interpreter import Key
+from mxcompile.analysis.study.mixes import BF16, GEMMS, Candidate, Mix, Mixes, Option
+from mxcompile.analysis.study.session import MAKE_A_LOSS, LossFunction, Session, Study
 from mxcompile.analysis.study.stats import lowest_by
-from mxcompile.analysis.tune.measure import Trials
 from mxcompile.analysis.tune.tuned import Bounds, Chosen, Tuned
-from mxcompile.errors import OptionError
+from mxcompile.errors import ModelError, OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.models.arguments import ModelInput, keywords
@@ -38,6 +39,90 @@ from mxcompile.report import GemmRecord, Report
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.data.numerics import lowest
 from mxcompile.report.forms.words import count
+
+
+class Trials:
+    """The runs of a model in mixes of `candidates`, and the GEMMs below the SQNR bound.
+
+    mixes: mixes of the candidates for the layers that the policy `start` quantizes. sessions: a session for
+    each candidate, with all these layers in it. below: by candidate, layer and GEMM, the reasons of the GEMMs
+    that stay in BF16.
+    """
+
+    def __init__(self, study: Study, start: Policy, candidates: Sequence[Candidate], bounds: Bounds) -> None:
+        self._loss = study.run(study.session, lambda _: False)[1].loss
+        if bounds.max_loss_gap is not None and self._loss is None:
+            raise ModelError(f"`max_loss_gap` needs a loss: {MAKE_A_LOSS}")
+        names = {name for name, _ in study.quantized}
+        layers = {name: layer for name, layer in study.layers.items() if name in names}
+        self.mixes = Mixes(start=start, layers=layers, candidates=candidates, label="tuned policy")
+        self.below: list[dict[str, dict[str, str]]] = [{} for _ in candidates]
+        self.study, self._bounds = study, bounds
+        self.sessions = [self._everywhere(index) for index in range(len(candidates))]
+
+    def _everywhere(self, index: int) -> Session:
+        """Returns a session with all layers in candidate `index`, and excludes its GEMMs below the bound."""
+        candidate, session = self.mixes.candidates[index], self.study.session
+        if candidate.use is not None:
+            session = session.under(
+                self.mixes.policy(dict.fromkeys(self.mixes.layers, Option(candidate=index)))
+            )
+        description = f"everything in {candidate.word}"
+        if self._bounds.min_sqnr is None:
+            self.study.run(session, lambda _: False, description)  # captures the graphs
+            return session
+        below, failing = self.below[index], True
+        while failing:
+            run, _ = self.study.run(
+                session,
+                lambda key: key[1] not in below.get(key[0], ()),
+                description,
+                observe=True,
+                backward=True,
+            )
+            products = session.sites.products
+            sqnr = ((products[site].key, stats.sums.sqnr_db) for site, stats in run.products.items())
+            failing = self._exclude(index, lowest_by(sqnr))
+            description = f"the rest in {candidate.word}"
+        return session
+
+    def _exclude(self, index: int, sqnr: Mapping[Key, float]) -> bool:
+        """Leaves GEMMs in BF16 that miss the SQNR bound under candidate `index`. Returns whether any did."""
+        failing = {key: value for key, value in sqnr.items() if not self._bounds.allows_sqnr(value)}
+        # NaN propagates to all later GEMMs, so only the first is known to be the cause
+        finite = {key: value for key, value in failing.items() if not math.isnan(value)}
+        for (layer, gemm), value in (finite or dict(itertools.islice(failing.items(), 1))).items():
+            reason = f"{gemm} {decibels(value)} dB in {self.mixes.candidates[index].word}"
+            self.below[index].setdefault(layer, {})[gemm] = reason
+        return bool(failing)
+
+    def audit(self, mix: Mix) -> tuple[Audit, bool]:
+        """Returns the audit of `mix`, and whether a GEMM is below the bound. Excludes such GEMMs."""
+        self.study.bar.set_description("tune: audit of the policy")
+        final = audited(self.study.session.under(self.mixes.policy(mix)))
+        self.study.bar.update()
+        failing = False
+        for index in range(len(self.sessions)):
+            inside = {name for name, option in mix.items() if option.candidate == index}
+            measured = (gemm for gemm in final.numerics.gemms if gemm.name in inside)
+            sqnr = lowest_by(((gemm.name, gemm.gemm), gemm.sqnr_db) for gemm in measured)
+            failing |= self._exclude(index, sqnr)
+        return final, failing
+
+    def gap(self, mix: Mix, description: str) -> float:
+        """Returns the relative difference of the loss of `mix` from BF16's. Layers not in `mix` are BF16."""
+        used = {option.candidate for option in mix.values() if option != BF16}
+        if len(used) > 1:
+            whole = self.mixes.policy(dict.fromkeys(self.mixes.layers, BF16) | dict(mix))
+            _, outcome = self.study.run(self.study.session.under(whole), description=description)
+        else:
+            session = self.sessions[max(used, default=0)]
+            _, outcome = self.study.run(
+                session, lambda key: key[1] not in mix.get(key[0], BF16).kept, description=description
+            )
+        gap = loss_gap(outcome.loss, self._loss)
+        return math.nan if gap is None else gap
+
 
 Cost = tuple[float, float]
 """Estimated time in µs, bytes of the operands."""
@@ -161,6 +246,10 @@ class _Search:
             mix = self._cheapest()
             final, failing = self._trials.audit(mix)
         bounds, chosen = self._bounds, tuple(self._chosen(mix, final))
+        quantized = {gemm.gemm for gemm in final.report.gemms if is_quantized(gemm.precision)}
+        is_bound = "fprop" in quantized if bounds.max_loss_gap is not None else bool(quantized)
+        # a layer that could be quantized is in BF16, because that costs less
+        is_dearer = any(option == BF16 and len(self._options(layer)) > 1 for layer, option in mix.items())
         return Tuned(
             policy=self._mixes.policy(mix),
             bounds=bounds,
@@ -168,7 +257,7 @@ class _Search:
             comments=tuple(self._comments(mix, chosen)),
             audit=final,
             flop_share_before=self._trials.study.flop_share(),
-            met=bounds.allow(final.numerics) and (_quantizes(final.report, bounds) or self._is_dearer(mix)),
+            met=bounds.allow(final.numerics) and (is_bound or is_dearer),
             target=self._target if self._costs.estimated else "",
         )
 
@@ -208,10 +297,6 @@ class _Search:
         untried = [option for option in options if (layer, option) not in self._failed]
         return sorted(untried, key=lambda option: self._costs(layer, option))
 
-    def _is_dearer(self, mix: Mix) -> bool:
-        """Whether `mix` leaves a layer in BF16 that could be quantized, because that would cost more."""
-        return any(option == BF16 and len(self._options(layer)) > 1 for layer, option in mix.items())
-
     def _next(self, mix: Mix) -> str | None:
         """Returns the layer with the largest change of the loss per extra cost of its next option."""
         moves = {
@@ -250,34 +335,30 @@ class _Search:
         for layer, option in mix.items():
             if layer not in named:
                 continue
-            us, bf16 = self._costs(layer, option)[0], self._costs(layer, BF16)[0]
+            cost, bf16 = self._costs(layer, option), self._costs(layer, BF16)[0]
+            reasons = [
+                ", ".join(below[layer].values())
+                for index, below in enumerate(self._trials.below)
+                if layer in below and self._costs(layer, Option(candidate=index)) < cost
+            ]
+            reasons += [
+                moved
+                for (name, failed), moved in self._failed.items()
+                if name == layer and failed != option and self._costs(layer, failed) < cost
+            ]
+            rest = [other for other in self._options(layer) if other != BF16] if option == BF16 else []
+            if rest and self._costs.estimated and bf16:
+                share = self._costs(layer, rest[0])[0] / bf16
+                reasons.append(f"{self._word(rest[0])} would take {share:.2f} of BF16's time")
             yield Chosen(
                 name=layer,
                 use=self._word(option),
                 kept=() if option == BF16 else option.kept,
                 sqnr_db=sqnr.get(layer),
-                estimate_us=us if self._costs.estimated else None,
+                estimate_us=cost[0] if self._costs.estimated else None,
                 estimate_bf16_us=bf16 if self._costs.estimated else None,
-                reason="; ".join([*self._cheaper_failed(layer, option), *self._dearer(layer, option)]),
+                reason="; ".join(reasons),
             )
-
-    def _cheaper_failed(self, layer: str, option: Option) -> Iterator[str]:
-        """Yields the reasons against each option that is cheaper than `option`."""
-        cost = self._costs(layer, option)
-        for index, below in enumerate(self._trials.below):
-            if layer in below and self._costs(layer, Option(candidate=index)) < cost:
-                yield ", ".join(below[layer].values())
-        for (name, failed), moved in self._failed.items():
-            if name == layer and failed != option and self._costs(layer, failed) < cost:
-                yield moved
-
-    def _dearer(self, layer: str, option: Option) -> Iterator[str]:
-        """Yields the time of the cheapest quantized option of `layer` if BF16 takes longer."""
-        rest = [other for other in self._options(layer) if other != BF16] if option == BF16 else []
-        bf16 = self._costs(layer, BF16)[0]
-        if rest and self._costs.estimated and bf16:
-            us = self._costs(layer, rest[0])[0]
-            yield f"{self._word(rest[0])} would take {us / bf16:.2f} of BF16's time"
 
     def _comments(self, mix: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
         """Yields a comment for every rule, in order."""
@@ -291,9 +372,3 @@ class _Search:
                 by_reason.setdefault(layer.reason, []).append(layer.name)
             reasons = "; ".join(f"{spelled(same)}: {reason}" for reason, same in by_reason.items() if reason)
             yield f"{layers[0].use}: {count(len(layers), 'layer')}{measured}. {reasons}".strip()
-
-
-def _quantizes(report: Report, bounds: Bounds) -> bool:
-    """Whether `report` has quantized GEMMs to which the bounds apply."""
-    quantized = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
-    return "fprop" in quantized if bounds.max_loss_gap is not None else bool(quantized)

@@ -103,8 +103,14 @@ class Tuned(MeasuredPolicy):
     target: str = ""
 
     def _table(self) -> Table:
-        headers = ["layer", "in", "but in BF16", "dB", "of BF16's time", "nothing cheaper because"]
-        return [headers, *map(_row, self.chosen)]
+        table = [["layer", "in", "but in BF16", "dB", "of BF16's time", "nothing cheaper because"]]
+        for row in self.chosen:
+            us, bf16 = row.estimate_us, row.estimate_bf16_us
+            sqnr = "" if row.sqnr_db is None else decibels(row.sqnr_db)
+            share = f"{us / bf16:.2f}" if us and bf16 else ""
+            reason = textwrap.fill(row.reason, 40)
+            table.append([row.name or "(root)", row.use, ", ".join(row.kept), sqnr, share, reason])
+        return table
 
     def _facts(self) -> list[str]:
         kept = self.audit.report.summary.flop_share
@@ -130,15 +136,3 @@ class Tuned(MeasuredPolicy):
     def _heading(self) -> list[str]:
         first, *rest = self._facts()
         return [f"Tuned by measurement; {first}", *rest, *(f"note: {note}" for note in self.notes)]
-
-
-def _row(chosen: Chosen) -> list[str]:
-    us, bf16 = chosen.estimate_us, chosen.estimate_bf16_us
-    return [
-        chosen.name or "(root)",
-        chosen.use,
-        ", ".join(chosen.kept),
-        "" if chosen.sqnr_db is None else decibels(chosen.sqnr_db),
-        f"{us / bf16:.2f}" if us and bf16 else "",
-        textwrap.fill(chosen.reason, 40),
-    ]

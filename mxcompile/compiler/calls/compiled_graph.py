@@ -10,17 +10,25 @@ Each step is optional. The first call after the compile drops the weak reference
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._dynamo.output_graph import OutputGraph
+from torch._functorch._aot_autograd.utils import saved_tensors_hooks_are_inlineable
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import HiddenProducts
 from mxcompile.compiler.calls.sampling import Sampling
-from mxcompile.compiler.calls.saved_codes import codes_as_bytes
-from mxcompile.compiler.capture.weak_references import Tables
 from mxcompile.compiler.reporting.shared_code import Attribution
+from mxcompile.compiler.session.frames import TORCH, frames
+
+Tables = tuple[MutableMapping[Any, Any], ...]
 
 
 class CompiledGraph:
@@ -68,3 +76,57 @@ class CompiledGraph:
         if name.startswith("_") or self._scales is not None:  # the bare code lacks the scale inputs
             raise AttributeError(name)
         return getattr(self._code, name)  # torch serializes code by its attributes
+
+
+def weak_references() -> Tables:
+    """Returns the tables of weak references to the user's tensors, which guards read until the compile ends.
+
+    ``torch.utils.swap_tensors`` rejects tensors with weak references. Dynamo drops its own at the end of a
+    compile, but from torch 2.15 on only for backends given by name, not for a `Backend`.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return ()
+    modes = [] if context.fake_mode is None else [context.fake_mode]
+    # a read of a user frame's locals keeps its objects alive
+    torch_frames = (frame for frame in frames() if frame.f_code.co_filename.startswith(TORCH))
+    owners = (frame.f_locals.get("self") for frame in torch_frames)
+    graph = next((owner for owner in owners if isinstance(owner, OutputGraph)), None)
+    if isinstance(mode := getattr(graph, "_old_fake_mode", None), FakeTensorMode):
+        modes.append(mode)  # Dynamo's mode of the same graph
+    describers = (mode.fake_tensor_converter.meta_converter.describer for mode in modes)
+    return (
+        context.tensor_to_context,
+        *(table for describer in describers for table in (describer.lookup_tensor, describer.lookup_storage)),
+    )
+
+
+def codes_as_bytes() -> AbstractContextManager[Any]:
+    """Returns a context for a call of compiled code, in which the program's hooks get its codes as bytes.
+
+        pack     codes, scales ─▶ uint8 ─▶ the program's hook      unpack     its result ─▶ codes, scales
+
+    Hooks of `torch.autograd.graph.saved_tensors_hooks` move or compress what autograd saves. They expect
+    values in the dtypes of the model: they would round codes, or call operators that FP8 lacks. They leave
+    integers as they are, because the ids of tokens are saved too. A hook that casts integers as well returns
+    the same bytes. Hooks that are graphs (`torch.fx.GraphModule`) are part of the compiled code and do not
+    run in the call.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or saved_tensors_hooks_are_inlineable(hooks) or not torch.is_grad_enabled():
+        return nullcontext()
+    users_pack, users_unpack = hooks
+
+    def pack(value: Tensor) -> tuple[Any, torch.dtype]:
+        return users_pack(value.view(torch.uint8) if _is_byte(value.dtype) else value), value.dtype
+
+    def unpack(packed: tuple[Any, torch.dtype]) -> Any:
+        kept, dtype = packed
+        value = users_unpack(kept)
+        return value.to(torch.uint8).view(dtype) if _is_byte(dtype) else value
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _is_byte(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype is not torch.bool

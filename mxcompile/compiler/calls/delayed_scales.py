@@ -145,7 +145,10 @@ def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Pol
     if trains:  # other calls do not advance histories
         output.args = ((*results, *seen),)
     gm.recompile()
-    examples = tuple(_example(values[index], trains) for index in chosen)
+    context = TracingContext.try_get()
+    with (None if context is None else context.fake_mode) or nullcontext():
+        devices = (values[index].device for index in chosen)
+        examples = tuple(torch.zeros(3, device=device, requires_grad=trains) for device in devices)
     return Tapped(gm=gm, states=examples, positions=chosen, outputs=len(results))
 
 
@@ -164,12 +167,6 @@ def _tap(graph: fx.Graph, last: fx.Node, weight: fx.Node, state: fx.Node) -> fx.
         seen = graph.call_function(operator.getitem, (tapped, 1))
     weight.replace_all_uses_with(itself, delete_user_cb=lambda user: user is not tapped)
     return seen
-
-
-def _example(weight: Tensor, trains: bool) -> Tensor:
-    context = TracingContext.try_get()
-    with (None if context is None else context.fake_mode) or nullcontext():
-        return torch.zeros(3, device=weight.device, requires_grad=trains)
 
 
 class DelayedScales:

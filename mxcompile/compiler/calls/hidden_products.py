@@ -136,21 +136,17 @@ class HiddenProducts(TorchDispatchMode):
         result = self._search(call, self._gemm)
         nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
         nodes += [node for view in nodes for node, _ in view.next_functions]
-        function = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)
-        if function is not None:
-            self._search_backward(function)
+        function: Any = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)
+        if function is not None:  # the `autograd.Function` of the compiled code, whose next backward counts
+            backward = function.backward
+
+            def searched(*args: Any) -> Any:
+                result = self._search(lambda: backward(*args), Gemm.DGRAD)
+                function.backward = staticmethod(backward)
+                return result
+
+            function.backward = staticmethod(searched)
         return result
-
-    def _search_backward(self, function: Any) -> None:
-        """Searches the next backward of `function`, the `autograd.Function` of the compiled code."""
-        backward = function.backward
-
-        def searched(*args: Any) -> Any:
-            result = self._search(lambda: backward(*args), Gemm.DGRAD)
-            function.backward = staticmethod(backward)
-            return result
-
-        function.backward = staticmethod(searched)
 
     def _search(self, call: Callable[[], Any], gemm: Gemm) -> Any:
         """Runs `call`, and adds its products to the report as `gemm`."""

@@ -12,11 +12,9 @@ from torch import fx, nn
 
 from mxcompile.compiler.capture.gathers import Gathers, gathers_of
 from mxcompile.compiler.capture.locate import Located, name_of, source_of_input
-from mxcompile.compiler.capture.marks import mark
-from mxcompile.compiler.capture.regions import inline_regions
+from mxcompile.compiler.capture.prepare import inline_regions, mark
 from mxcompile.compiler.session.frames import STAGE, Frame
-from mxcompile.compiler.session.plans import plan_of
-from mxcompile.compiler.session.session import Planned, session_of
+from mxcompile.compiler.session.session import Planned, plan_of, session_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.models.tree import Tree
@@ -65,13 +63,21 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     inline_regions(gm, located.inputs)  # needs the user's module paths, which `Located` has written
     mark(gm)
     sharded = "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
-    cut = frame.cut(root, _called(gm, located)) or sharded
+    stacks = (node.meta["nn_module_stack"] for node in gm.graph.nodes)
+    outermost = {next(iter(stack)).partition("@")[0] for stack in stacks if stack}
+    called = located.holder if outermost == {str(id(located.holder))} else None  # if it calls only one
+    cut = frame.cut(root, called) or sharded
     if root is not None:
         session_of(root).rename(frame.name_of(root))
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.from_models(located.tree.roots)
     gathers = gathers_of(root, located.inputs)
-    about = (blocks, located.prefix, cut, planned.below(located.prefix), located.inputs, _rank(gm))
+    # Torch's cache key of a graph with DTensors is equal on all ranks. A rank could get another rank's code
+    # from a shared cache, with the other rank's slices: https://github.com/pytorch/pytorch/issues/188390.
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    values = (node.meta.get("example_value") for graph in graphs for node in graph.nodes)
+    mine = rank() if any(map(_is_shard, values)) else None
+    about = (blocks, located.prefix, cut, planned.below(located.prefix), located.inputs, mine)
     devices = (value.device for value in example_inputs if isinstance(value, torch.Tensor))
     details = "".join(f"{part!r}\n" for part in (gathers, *_details(gm, example_inputs, about)))
     return Capture(
@@ -94,25 +100,6 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
 
 def _is_shard(value: object) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
-
-
-def _rank(gm: fx.GraphModule) -> int | None:
-    """Returns the rank of this process if `gm` has DTensors, else None.
-
-    Torch's cache key of a graph with DTensors is equal on all ranks. A rank could get another rank's code
-    from a shared cache, with the other rank's slices of a tensor:
-    https://github.com/pytorch/pytorch/issues/188390.
-    """
-    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
-    values = (node.meta.get("example_value") for graph in graphs for node in graph.nodes)
-    return rank() if any(map(_is_shard, values)) else None
-
-
-def _called(gm: fx.GraphModule, located: Located) -> nn.Module | None:
-    """Returns the module that a compiled function calls, if it calls only one."""
-    stacks = (node.meta["nn_module_stack"] for node in gm.graph.nodes)
-    outermost = {next(iter(stack)).partition("@")[0] for stack in stacks if stack}
-    return located.holder if outermost == {str(id(located.holder))} else None
 
 
 def _size(value: Any) -> Any:

@@ -10,7 +10,8 @@ reductions, which mxcompile does not change, and weights that no compiled graph 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,21 +39,26 @@ def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
     if root is None:
         return Gathers()
     read = {path for entry in inputs if entry.static for path in (entry.path, *entry.others)}
+    total, name = Counter[str](), session_of(root).name
     try:
-        named = ((joined(session_of(root).name, path), gathered) for path, gathered in _parameters(root))
-        gathers = [gathered for path, gathered in named if path in read]
+        for group, parameters in groups(root):
+            for path, parameter in parameters:
+                outputs = parameter.all_gather_outputs
+                if not outputs or joined(name, path) not in read:
+                    continue
+                num_bytes = sum(output.numel() * output.element_size() for output in outputs)
+                sent = num_bytes // group.mesh_info.shard_mesh_size
+                dtype = parameter.param_dtype or parameter.orig_dtype
+                without = parameter.padded_sharded_param_size.numel() * dtype.itemsize
+                total.update(forward=sent, forward_without=without)
+                if group.post_forward_mesh_info is not None:  # gathered again in backward
+                    total.update(backward=sent, backward_without=without)
     except AttributeError as error:
         log.warning(
             "reports do not count the bytes that FSDP2 of torch %s gathers: %s", torch.__version__, error
         )
         return Gathers()
-    backward = [gathered for gathered in gathers if gathered[2]]
-    return Gathers(
-        forward=sum(sent for sent, _, _ in gathers),
-        forward_without=sum(without for _, without, _ in gathers),
-        backward=sum(sent for sent, _, _ in backward),
-        backward_without=sum(without for _, without, _ in backward),
-    )
+    return Gathers(**total)
 
 
 def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
@@ -66,16 +72,3 @@ def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
         for path, parameter in parameters
         if parameter.mp_policy.param_dtype is not None
     }
-
-
-def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:
-    """Yields (path, (bytes sent, bytes sent without mxcompile, gathered again in backward))."""
-    for group, parameters in groups(root):
-        for path, parameter in parameters:
-            outputs = parameter.all_gather_outputs
-            if outputs:
-                ranks = group.mesh_info.shard_mesh_size
-                sent = sum(output.numel() * output.element_size() for output in outputs) // ranks
-                dtype = parameter.param_dtype or parameter.orig_dtype
-                without = parameter.padded_sharded_param_size.numel() * dtype.itemsize
-                yield path, (sent, without, group.post_forward_mesh_info is not None)

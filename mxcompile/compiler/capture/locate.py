@@ -14,7 +14,7 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType, MethodType
@@ -78,7 +78,9 @@ class Located:
         self._objects = {name: frame.evaluate(name) for name in names}
         self._defaults = frame.defaults
         ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
-        self.holder = _holder(ways, [*_called(gm, frame)])
+        stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
+        called = dict.fromkeys(next(iter(stack.values()))[0] for stack in stacks if stack)
+        self.holder = _holder(ways, [[frame.evaluate(name)] for name in called])
         name, model = frame.name_of(root), root or (None if frame.models and frame.parts else self.holder)
         model = model or (None if frame.parts else frame.model)
         self.tree = Tree(frame.models if name or model is None else {"": model})
@@ -121,15 +123,12 @@ class Located:
         graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
         for node in (node for graph in graphs for node in graph.nodes):
             stack = node.meta.get("nn_module_stack") or {}
-            named = {key: (self._module(key, raw), kind) for key, (raw, kind) in stack.items()}
+            named = {}
+            for key, (raw, kind) in stack.items():  # the key is the module's id, with a call count after @
+                identity, path = key.partition("@")[0], self._path_of(raw)
+                paths = self.tree.by_identity.get(int(identity), ()) if identity.isdecimal() else ()
+                named[key] = (path if path in paths or not paths else paths[0], kind)
             node.meta["nn_module_stack"] = named or outside
-
-    def _module(self, key: str, raw: str) -> str:
-        """Returns the path of a stack entry. Its key is the module's ``id``, with a call count after @."""
-        identity = key.partition("@")[0]
-        paths = self.tree.by_identity.get(int(identity), ()) if identity.isdecimal() else ()
-        path = self._path_of(raw)
-        return path if path in paths or not paths else paths[0]
 
     def _input(self, path: str | None, source: Any, value: Any) -> GraphInput:
         """Returns the description of input `value`, a parameter or buffer if it has a `path`."""
@@ -256,13 +255,6 @@ def _one_module(ways: Iterable[Iterable[object]]) -> nn.Module | None:
     outermost = [next((value for value in way if isinstance(value, nn.Module)), None) for way in ways]
     modules = {id(module): module for module in outermost if module is not None}
     return next(iter(modules.values())) if len(modules) == 1 else None
-
-
-def _called(gm: fx.GraphModule, frame: Frame) -> Iterator[list[object]]:
-    """Yields [module] for each module that the code of `frame` calls, by the module stacks of `gm`."""
-    stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
-    names = {next(iter(stack.values()))[0] for stack in stacks if stack}
-    return ([frame.evaluate(name)] for name in names)
 
 
 def _spelled(steps: tuple[str, ...]) -> tuple[str, ...]:

@@ -26,11 +26,11 @@ from mxcompile.compiler.hooks.inductor import (
     sources_hash,
     with_needed,
 )
-from mxcompile.compiler.hooks.structured_trace import trace_graph
 from mxcompile.compiler.session.frames import is_broken
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.bodies import is_body
+from mxcompile.graph.printer import trace_graph
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.graph import pipeline as lowering
 from mxcompile.lowering.targets import CPU_FP32, Target
@@ -93,7 +93,7 @@ class Compilation:
         self._owned_gemms = OwnedGemms()
 
     def use_code_of(self, token: str) -> None:
-        """Limits cache hits to code with this `token` (see `store`). Call it before compiling."""
+        """Limits cache hits to code with this `token` (see `reporting.entry`). Call it before compiling."""
         self.part = dataclasses.replace(self.part, token=token)
 
     def complete(self, stored: Part) -> None:
@@ -190,13 +190,18 @@ class Compilation:
         try:
             passes.run(passes.joint_passes(context), graph)
         except UnsupportedError as error:
-            raise self._with_rules(error, graph) from None
+            if self.capture.cut:  # its rules may be for other parts
+                raise
+            tags = (tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP)
+            layers = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
+            raise with_complaints(error, self.options.policy, layers) from None
         trace_graph(graph, "after")
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
         # a capture can become several graphs, but its weights are gathered once
         gathers = Gathers() if self.traced else self.capture.gathers
         drawn = outline(graph, self.capture.inputs)
+        is_cached = config.fx_graph_cache or config.fx_graph_remote_cache
         self.traced = True
         self._update(
             gemms=(*self.part.gemms, *records(graph)),
@@ -205,7 +210,7 @@ class Compilation:
             weights=self.part.weights + weight_bytes(graph, self._count),
             wire_bytes=self.part.wire_bytes + gathers.forward,
             wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.forward_without,
-            cache=_cache_state(),
+            cache="miss" if is_cached and not config.force_disable_caches else "off",
             histories=self.part.histories + histories(graph, len(self.capture.inputs)),
         )
         self._counted = (0, 0, 0)
@@ -224,14 +229,6 @@ class Compilation:
             wire_bytes=part.wire_bytes + counted[1] - before[1],
             wire_bytes_bf16=part.wire_bytes_bf16 + counted[2] - before[2],
         )
-
-    def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:
-        """Returns `error` with strict mode's complaints about rules, if `graph` is the whole model."""
-        if self.capture.cut:
-            return error
-        tags = [tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP]
-        layers = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
-        return with_complaints(error, self.options.policy, layers)
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
         """Compresses, counts and flattens the tensors that forward saves for backward."""
@@ -286,8 +283,3 @@ class Compilation:
 
     def _update(self, **changes: Any) -> None:
         self.part = dataclasses.replace(self.part, **changes)
-
-
-def _cache_state() -> str:
-    on = config.fx_graph_cache or config.fx_graph_remote_cache
-    return "miss" if on and not config.force_disable_caches else "off"

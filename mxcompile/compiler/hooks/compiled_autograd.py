@@ -73,7 +73,7 @@ def mark(backward: fx.Graph, owner: Owner) -> object:
 
 
 def token(products: Iterable[Mark]) -> str:
-    """Returns the token (see `store`) of a graph with `products`: the tokens of their owners."""
+    """Returns the token (see `reporting.entry`) of a graph with `products`: the tokens of their owners."""
     return " ".join(sorted({p.marked.owner.part.token for p in products if p.marked is not None}))
 
 
@@ -101,13 +101,10 @@ class OwnedGemms:
             return
         for node, product in zip(nodes, new_marks, strict=True):
             if product.marked is not None:
-                set_tag(node, *self._tags(product.marked, product.indices))
-
-    def _tags(self, marked: _Marked, indices: Iterable[int]) -> Iterator[GemmTag]:
-        """Yields the tags of one node with indices that are unique in this graph."""
-        for index in indices:
-            yield replace(marked.tags[index], index=len(self._owners))
-            self._owners.append((marked.owner, index))
+                first = len(self._owners)  # indices are unique in this graph
+                tags = (product.marked.tags[index] for index in product.indices)
+                set_tag(node, *(replace(tag, index=number) for number, tag in enumerate(tags, first)))
+                self._owners += ((product.marked.owner, index) for index in product.indices)
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
         """Passes kernel names to the owners of the GEMMs."""

@@ -35,8 +35,10 @@ def guard_exports(is_ours: Callable[[Any], bool]) -> None:
 
     @functools.wraps(export)
     def guarded(module: Any, *args: Any, **kwargs: Any) -> Any:
-        path = next(_compiled(module, is_ours), None)
-        if path is not None:
+        inside = module.named_modules() if isinstance(module, nn.Module) else ()
+        for path, inner in inside:
+            if not any(is_ours(innermost(callback)[0]) for callback in _callbacks(inner)):
+                continue
             raise ModelError(
                 f"torch.export drops the quantization of {path or 'the model'}, which torch.compile gave it:"
                 " export the uncompiled model, and compile the loaded program:"
@@ -45,14 +47,6 @@ def guard_exports(is_ours: Callable[[Any], bool]) -> None:
         return export(module, *args, **kwargs)
 
     _trace._export = guarded
-
-
-def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:
-    """Yields the paths of modules in `module` with a backend for which `is_ours` is true."""
-    if isinstance(module, nn.Module):
-        for path, inner in module.named_modules():
-            if any(is_ours(innermost(callback)[0]) for callback in _callbacks(inner)):
-                yield path
 
 
 def _callbacks(module: nn.Module) -> Iterator[Any]:

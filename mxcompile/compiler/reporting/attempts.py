@@ -8,14 +8,19 @@ codes with its limits, in a function that is wrapped here; this detects calls pa
 registers a cleanup that ``torch.compile`` runs at the end of the current call. A frame without new code by
 then was left to Python. Calls without an attempt have no overhead. In a torch without this private function
 nothing is detected.
+
+Dynamo does not notify the backend about a module whose forward it skips, or that the model never calls. The
+first call is therefore compared with the plan. If the user compiles single modules, it is the second call,
+because they are compiled within the first. The call runs through the model's ``_compiled_call_impl``, which
+copies of the model do not have, and which is restored before the call.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -24,7 +29,6 @@ from torch import nn
 
 from mxcompile.compiler.hooks.exporting import innermost
 from mxcompile.compiler.reporting.checks import check_call, check_modules, report_uncompiled
-from mxcompile.compiler.reporting.first_call import check_first_call
 from mxcompile.compiler.reporting.shared_code import Runs
 from mxcompile.compiler.session.frames import TORCH, Frame, Running, frames, is_call_of, is_wrapper
 from mxcompile.compiler.session.options import Options
@@ -55,15 +59,30 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
             is_error = compiling.get("one_graph") or torch._dynamo.config.fail_on_recompile_limit_hit
             reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""
             root = getattr(backend, "root", None)
-            attempt = _Attempt.from_code(compiling["code"], compile_id.frame_id, root, reached)
-            attempt.report_limit(options)
-            _check_at_end(attempt, options)
+            attempt = _Attempt(compiling["code"], compile_id.frame_id, root, reached)
+            if reached:  # calls without matching code run as Python
+                where = f"{reached} reached by {attempt.where}"
+                report_uncompiled(
+                    f"{where}: calls of other kinds run outside of compiled code",
+                    options,
+                    root=attempt.root,
+                    frame=attempt.frame_id,
+                    path=attempt.path,
+                )
+            wrapper, is_whole = _wrapper(attempt.root)
+            endings = None if wrapper is None else wrapper.f_locals.get("cleanups")
+            if isinstance(endings, list):  # its functions run at the end of the call
+                ends = (end for end in endings if isinstance(end, _End))
+                end = next((end for end in ends if end.root is attempt.root), None)
+                if end is None:
+                    end = _End(attempt.root, attempt.call, options, is_whole=is_whole)
+                    endings.append(end)
+                end.attempts.append(attempt)
         return exceeded, limit
 
     convert_frame.exceeds_recompile_limit = exceeds  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
     """An attempt of Dynamo to compile a frame.
 
@@ -73,50 +92,24 @@ class _Attempt:
     frame has reached, or "".
     """
 
-    code: CodeType
-    frame_id: int
-    num_codes: int
-    root: nn.Module | None
-    path: str | None
-    is_resumed: bool
-    call: Running | None
-    limit: str
-
-    @classmethod
-    def from_code(cls, code: CodeType, frame_id: int, module: nn.Module | None, limit: str) -> _Attempt:
-        """Returns the current attempt. module: the model, if the user has named it."""
+    def __init__(self, code: CodeType, frame_id: int, module: nn.Module | None, limit: str) -> None:
+        """Describes the current attempt. module: the model, if the user has named it."""
         frame = Frame.from_stack()
-        root = None if frame.backward else frame.root(module)  # compiled autograd's graph is not a model
+        self.code, self.frame_id, self.limit = code, frame_id, limit
+        self.num_codes, self.is_resumed = _num_codes(code), frame.is_resumed
+        self.root = root = None if frame.backward else frame.root(module)  # no model in compiled autograd
         if root is not None:
             session_of(root).rename(frame.name_of(root))
-        return cls(
-            code=code,
-            frame_id=frame_id,
-            num_codes=_num_codes(code),
-            root=root,
-            path=None if root is None else path_of(root, frame.locals.get("self")),
-            is_resumed=frame.is_resumed,
-            call=None if root is None else frame.call_of(root),
-            limit=limit,
-        )
+        self.path = None if root is None else path_of(root, frame.locals.get("self"))
+        self.call = None if root is None else frame.call_of(root)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the finished attempt has compiled nothing."""
-        return _num_codes(self.code) <= self.num_codes
-
-    @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The frame, for messages."""
         file = self.code.co_filename
         if file.startswith(TORCH) and self.root is not None:  # torch's helper for modules of its own classes
             return type(self.root).__name__
         return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
-
-    def report_limit(self, options: Options) -> None:
-        """Reports, past a limit, that calls without matching code run as Python."""
-        message = f"{self.limit} reached by {self._where}: calls of other kinds run outside of compiled code"
-        if self.limit:
-            report_uncompiled(message, options, root=self.root, frame=self.frame_id, path=self.path)
 
     def report_failure(self, options: Options) -> bool:
         """Reports that a frame with compiled code runs as Python from now on.
@@ -126,7 +119,7 @@ class _Attempt:
         if self.limit:
             return True
         message = (
-            f"Dynamo left {self._where} to Python in a call that it could not compile (see"
+            f"Dynamo left {self.where} to Python in a call that it could not compile (see"
             " TORCH_LOGS=graph_breaks): since then its calls run outside of compiled code"
         )
         return report_uncompiled(message, options, root=self.root, frame=self.frame_id)
@@ -163,7 +156,7 @@ class _End:
 
     def _check(self) -> None:
         root, call, options = self.root, self._call, self._options
-        failed = [attempt for attempt in self.attempts if attempt.has_failed]
+        failed = [at for at in self.attempts if _num_codes(at.code) <= at.num_codes]  # compiled nothing
         reported = [attempt.report_failure(options) for attempt in failed]
         if root is None or call is None:
             return
@@ -178,18 +171,6 @@ class _End:
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
             modules = [path for path in starts if path is not None]
             check_modules(root, options, call.args, call.kwargs, modules, self._runs.layers)
-
-
-def _check_at_end(attempt: _Attempt, options: Options) -> None:
-    """Registers `attempt` for a check at the end of its call."""
-    wrapper, is_whole = _wrapper(attempt.root)
-    endings = None if wrapper is None else wrapper.f_locals.get("cleanups")
-    if not isinstance(endings, list):
-        return
-    end = next((end for end in endings if isinstance(end, _End) and end.root is attempt.root), None)
-    if end is None:
-        endings.append(end := _End(attempt.root, attempt.call, options, is_whole=is_whole))
-    end.attempts.append(attempt)
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
@@ -208,3 +189,50 @@ def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
         elif is_call_of(root, frame) and (around is None or frame is not around.f_back):
             around, is_inside = None, True  # an outer call of `root` counts instead
     return around or first, around is not None
+
+
+def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:
+    """Checks the next call of `root`, whose modules `parts` are compiled with `options`.
+
+    The call warns, or raises `UnsupportedError` in strict mode, about layers that the policy quantizes and
+    that ran outside of compiled code, and about a model without compiled code.
+    """
+    inner = root._compiled_call_impl
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # another torch.compile compiles the whole model
+            return root._call_impl(*args, **kwargs)
+        root._compiled_call_impl = inner
+        with closing(Runs()) as runs, _calls_noted(parts) as called:
+            result = root(*args, **kwargs)
+        try:
+            idle = [path for path in parts if path not in called]
+            check_call(root, options.now(), args, kwargs, runs.gemms, parts=[*parts], idle=idle)
+        finally:
+            REGISTRY.flush()
+        return result
+
+    first.checks_only = inner is None  # type: ignore[attr-defined]
+    root._compiled_call_impl = first
+
+
+@contextmanager
+def _calls_noted(parts: Mapping[str, nn.Module]) -> Iterator[set[str]]:
+    """Yields a set that collects the paths of the `parts` called within the context."""
+    called: set[str] = set()
+    compiled = {path: part._compiled_call_impl for path, part in parts.items()}
+
+    def noting(path: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.add(path)
+            return compiled[path](*args, **kwargs)  # type: ignore[misc]
+
+        return call
+
+    for path, part in parts.items():
+        part._compiled_call_impl = noting(path)
+    try:
+        yield called
+    finally:
+        for path, part in parts.items():
+            part._compiled_call_impl = compiled[path]

@@ -11,15 +11,15 @@ from torch import nn
 
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.reporting import unplanned
-from mxcompile.compiler.session.frames import is_running
+from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.options import Options
-from mxcompile.compiler.session.plans import gemms_of_call, planned
-from mxcompile.compiler.session.session import session_of
+from mxcompile.compiler.session.session import gemms_of_call, planned, session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
 from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import resolve
 from mxcompile.models.names import within
+from mxcompile.models.wrappers import user_model
 from mxcompile.plan.plan import Plan
 from mxcompile.policy import Gemm
 from mxcompile.report import REGISTRY
@@ -73,7 +73,7 @@ def check_ran(compilation: Compilation) -> None:
     `UnsupportedError`, other modes log a warning.
     """
     plan, root = compilation.capture.planned.plan, compilation.capture.root
-    if plan is not None and root is not None and not is_running(root):
+    if plan is not None and root is not None and not any(user_model(module) is root for module in running()):
         _check_ran(root, compilation.options, plan)
 
 
@@ -186,7 +186,11 @@ def _check_ran(
     checked = session_of(root).ran
     if checked.get(options.group) is plan:
         return
-    missing = _missing(root, options, plan)
+    recomputed = {tag.name for tag in plan.tags if tag.recomputed}  # their backward may be compiled later
+    missing: dict[str, set[str]] = {}
+    for gemm in REGISTRY.pending(root, options.group):
+        if is_quantized(gemm.precision) and (gemm.gemm == Gemm.FPROP or gemm.name not in recomputed):
+            missing.setdefault(gemm.name, set()).add(gemm.gemm)
     is_sure = not plan.guess
     if missing and not is_sure and call is not None:
         ran = _layers_of_call(root, *call)
@@ -194,7 +198,19 @@ def _check_ran(
         may_have_run = ran if ran is not None else {name for name in missing if not _is_in(name, idle)}
         missing = {name: gemms for name, gemms in missing.items() if name in may_have_run}
     if missing:
-        _report_or_raise(_missing_message(missing, options, plan, is_sure=is_sure), options)
+        forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
+        backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]
+        backward = [layer for layer in backward if layer not in forward]
+        texts = []
+        if not is_sure:
+            names = spelled([*forward, *backward])
+            subject = "layers that no compiled graph contains; they may not have run, or ran uncompiled"
+            texts.append(f"{subject} {_HINT}: {names}")
+        if is_sure and backward:
+            texts.append(f"gradients that no compiled graph contains {_HINT}: {spelled(backward)}")
+        if is_sure and forward:
+            texts.append(f"layers that ran outside of compiled code {_HINT}: {spelled(forward)}")
+        _report_or_raise(f"{options.policy.label} quantizes {', and '.join(texts)}", options)
     checked[options.group] = plan
 
 
@@ -232,37 +248,6 @@ def _layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> set[str] | None:
     """Returns the layers that a call of `root` runs, or None if that depends on tensor values."""
     gemms = gemms_of_call(root, args, kwargs)
     return None if gemms is None else {name for name, _ in gemms}
-
-
-def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str]]:
-    """Returns the GEMMs to quantize that no compiled graph contains, by layer.
-
-    Leaves out gradients of checkpointed layers, because they may be compiled during backward.
-    """
-    recomputed = {tag.name for tag in plan.tags if tag.recomputed}
-    missing: dict[str, set[str]] = {}
-    for gemm in REGISTRY.pending(root, options.group):
-        if is_quantized(gemm.precision) and (gemm.gemm == Gemm.FPROP or gemm.name not in recomputed):
-            missing.setdefault(gemm.name, set()).add(gemm.gemm)
-    return missing
-
-
-def _missing_message(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_sure: bool) -> str:
-    """Returns the message about the GEMMs in `missing`. is_sure: whether their layers certainly ran."""
-    forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
-    backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]
-    backward = [layer for layer in backward if layer not in forward]
-    if not is_sure:
-        return (
-            f"{options.policy.label} quantizes layers that no compiled graph contains; they may not have"
-            f" run, or ran uncompiled {_HINT}: {spelled([*forward, *backward])}"
-        )
-    texts = []
-    if backward:
-        texts.append(f"gradients that no compiled graph contains {_HINT}: {spelled(backward)}")
-    if forward:
-        texts.append(f"layers that ran outside of compiled code {_HINT}: {spelled(forward)}")
-    return f"{options.policy.label} quantizes {', and '.join(texts)}"
 
 
 def _is_in(name: str, parts: Iterable[str]) -> bool:

@@ -1,46 +1,59 @@
 """Publishes the report of each compiled graph, and updates it as kernels are chosen.
 
 The hooks produce the report. When one of Inductor's caches hits, they do not run, and the report comes from
-the store beside the cache (see `store`).
+the store beside the cache.
+
+    compile ─▶ report stored? yes: its token ─▶ key of Inductor's caches ─▶ hit: the stored report, or miss
+                              no: a new token ─▶ key of Inductor's caches ─▶ miss, always
+
+The cache keys contain a token from the stored report: cached code always has its report, and a graph without
+a report is compiled again. The file name of a report is a hash of everything that it depends on (see
+`Compilation.identity`), so a stored report equals a fresh one. The files are JSON; a damaged file counts as
+missing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import uuid
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch._guards import CompileContext
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from mxcompile.compiler.hooks.compilation import Compilation
-from mxcompile.compiler.hooks.structured_trace import trace_gemms
-from mxcompile.compiler.reporting import sharing, store, unplanned
+from mxcompile.compiler.reporting import sharing, unplanned
 from mxcompile.compiler.reporting.checks import check_ran
 from mxcompile.compiler.reporting.shared_code import Attribution, attribution
-from mxcompile.compiler.session.publication import Places
-from mxcompile.compiler.session.session import session_of
+from mxcompile.compiler.session.session import Places, session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
-from mxcompile.report import REGISTRY, Part
+from mxcompile.graph.printer import add_artifact
+from mxcompile.publish import publish as write
+from mxcompile.report import REGISTRY, GemmRecord, Part
+from mxcompile.report.data import schema
 from mxcompile.report.data.record import flop_share
-from mxcompile.report.forms.words import count
+from mxcompile.report.forms.words import count, length
 from mxcompile.rules import check_layers, layers_of
 from mxcompile.watch.steps import in_backward
 
 log = logging.getLogger(__name__)
+report_log = logging.getLogger("mxcompile.report")
 
 
 def stored_part(compilation: Compilation) -> Part | None:
     """Returns the stored part of the graph of `compilation` before it is compiled, or None.
 
-    Restricts hits in Inductor's caches to the code that this part describes (see `store`).
+    Restricts hits in Inductor's caches to the code that this part describes.
     """
     if compilation.capture.backward:
         compilation.use_code_of(compilation.owners)
         return None
-    stored = store.load(compilation.identity)
+    stored = load(compilation.identity)
     if stored is None or not stored.token:
         compilation.use_code_of(uuid.uuid4().hex)
         return None
@@ -56,17 +69,36 @@ def publish(compilation: Compilation, stored: Part | None) -> Attribution | None
     """
     if compilation.capture.backward:
         return None
-    entry = _Entry(compilation)
+    entry, path = _Entry(compilation), compilation.capture.module or "the model"
     if stored is not None:
         compilation.complete(stored)
     elif not compilation.traced:
-        _report_without_hooks(compilation)
+        message = (
+            f"Inductor ran no pass of mxcompile over a graph of {path}: its GEMMs are neither quantized nor"
+            " listed; look for a setting of torch._inductor.config that turns passes off"
+        )
+        if compilation.options.strict:
+            raise UnsupportedError(f"strict: {message}")
+        warnings = (*compilation.part.warnings, message)
+        compilation.part = dataclasses.replace(compilation.part, warnings=warnings)
     entry.put()
-    unplanned.check_function(compilation.capture, compilation.options, compilation.part, entry.ledger.frame)
-    for warning in compilation.part.warnings:
+    part = compilation.part
+    unplanned.check_function(compilation.capture, compilation.options, part, entry.ledger.frame)
+    for warning in part.warnings:
         log.warning("%s", warning)
-    log.info("%s", _line(compilation))
-    trace_gemms(compilation.part.gemms)
+    kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
+    skipped = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
+    log.info(
+        "%s",
+        f"compiled {path} for {compilation.target.name}, {compilation.options.policy.label}:"
+        f" {flop_share(part.gemms):.1%} of matmul FLOPs in {labels(gemm.precision for gemm in part.gemms)}"
+        f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
+        f" {count(part.casts, 'cast')}, left as they are: {skipped or 'none'}; Inductor cache {part.cache}",
+    )
+    if report_log.isEnabledFor(logging.DEBUG):
+        for gemm in part.gemms:
+            report_log.debug("%s", _line(gemm))
+    add_artifact("mxcompile_report", lambda: "\n".join(map(_line, part.gemms)))
     compilation.changed = entry.publish_kernels
     if compilation.capture.planned.plan is None and not (entry.is_broken or compilation.capture.prefix):
         layers = layers_of(REGISTRY.layers(entry.ledger.group))
@@ -74,29 +106,11 @@ def publish(compilation: Compilation, stored: Part | None) -> Attribution | None
     return attribution(compilation.capture, entry.places)
 
 
-def _report_without_hooks(compilation: Compilation) -> None:
-    """Adds a warning about a graph compiled without the hooks, or raises in strict mode."""
-    path = compilation.capture.module or "the model"
-    message = (
-        f"Inductor ran no pass of mxcompile over a graph of {path}: its GEMMs are neither quantized nor"
-        " listed; look for a setting of torch._inductor.config that turns passes off"
-    )
-    if compilation.options.strict:
-        raise UnsupportedError(f"strict: {message}")
-    compilation.part = dataclasses.replace(compilation.part, warnings=(*compilation.part.warnings, message))
-
-
-def _line(compilation: Compilation) -> str:
-    """Returns the log line about one graph, for ``TORCH_LOGS=mxcompile``."""
-    part, label = compilation.part, compilation.options.policy.label
-    words = labels(gemm.precision for gemm in part.gemms)
-    kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
-    skipped = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
+def _line(gemm: GemmRecord) -> str:
+    """Returns the line about `gemm` in torch's structured trace, and in the log ``mxcompile.report``."""
+    sizes = "x".join(map(length, (gemm.m, gemm.n, gemm.k)))
     return (
-        f"compiled {compilation.capture.module or 'the model'} for {compilation.target.name}, {label}:"
-        f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
-        f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
-        f" {count(part.casts, 'cast')}, left as they are: {skipped or 'none'}; Inductor cache {part.cache}"
+        f"{gemm.name} {gemm.gemm} [{gemm.role}] {sizes} {gemm.precision} {gemm.kernel or '-'}: {gemm.reason}"
     )
 
 
@@ -121,7 +135,7 @@ class _Entry:
         part = dataclasses.replace(compilation.part, prefix=compilation.capture.prefix, twins=self._twins)
         self.places.put(part)
         if compilation.lowered and part.token and part.cache != "off":
-            store.save(compilation.identity, part)
+            save(compilation.identity, part)
 
     def _add_module(self, path: str) -> None:
         """Adds the module at `path`, which also runs the code, if no plan has listed the twins."""
@@ -137,3 +151,28 @@ class _Entry:
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(REGISTRY.flush)
         check_ran(self._compilation)
+
+
+def _path(name: str) -> Path:
+    return Path(cache_dir()) / "mxcompile" / f"{name}.json"
+
+
+def save(name: str, part: Part) -> None:
+    """Stores `part` under `name`. Logs a warning if the directory is not writable."""
+    try:
+        write(_path(name), json.dumps(dataclasses.asdict(part)))
+    except OSError as error:
+        log.warning(
+            "cannot store the report beside Inductor's cache, so a later process compiles again: %s", error
+        )
+
+
+def load(name: str) -> Part | None:
+    """Returns the part stored under `name`, or None."""
+    try:
+        return schema.read(Part, schema.parse(_path(name).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("stored report %s is not readable, so the graph is compiled again: %s", name, error)
+        return None

@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.frames import called_models, running
-from mxcompile.compiler.session.publication import Places
-from mxcompile.compiler.session.session import session_of
+from mxcompile.compiler.session.session import Places, session_of
 from mxcompile.models.names import joined, rebased, user_path, within
 from mxcompile.models.tree import Holders, path_in
 from mxcompile.models.wrappers import plain_class, user_model
@@ -113,24 +112,27 @@ class Attribution:
         if caller is not None:
             self._callers.add(caller)
         if _OPEN:
-            gemms = self._gemms(parameter)
+            callers = [user_model(module) for module in running()]
+            models = dict.fromkeys([self._root(), *reversed(callers)])
+            alike = (model for model in models if model is not None and plain_class(model) is self._kind)
+            paths = (self._path_in(model, parameter) for model in alike)
+            path = next((path for path in paths if path is not None), self._prefix)
+            gemms = self._places.part.gemms
+            names = [(rebased(gemm.name, self._prefix, path), Gemm(gemm.gemm)) for gemm in gemms]
             for runs in _OPEN:
-                runs.gemms.update(gemms)
-
-    def _gemms(self, parameter: nn.Parameter | None) -> list[tuple[str, Gemm]]:
-        """Returns the layer and kind of each GEMM of the graph, named for the module with `parameter`."""
-        callers = [user_model(module) for module in running()]
-        models = dict.fromkeys([self._root(), *reversed(callers)])
-        alike = (model for model in models if model is not None and plain_class(model) is self._kind)
-        paths = (self._path_in(model, parameter) for model in alike)
-        path = next((path for path in paths if path is not None), self._prefix)
-        gemms = self._places.part.gemms
-        return [(rebased(gemm.name, self._prefix, path), Gemm(gemm.gemm)) for gemm in gemms]
+                runs.gemms.update(names)
 
     def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
         """Returns the path in `model` of the module that runs the code, or None if it is unknown."""
         alike = (module for module in running() if plain_class(module) is self._part)
-        runner = next((part for part in alike if parameter is None or self._is_in(part, parameter)), None)
+        if parameter is not None:  # under the same name as in the graph's own module
+            named = ((part, part.named_parameters(remove_duplicate=False)) for part in alike)
+            alike = (
+                part
+                for part, named_parameters in named
+                if any(value is parameter and user_path(raw) == self._name for raw, value in named_parameters)
+            )
+        runner = next(alike, None)
         path = self._path_of(model, runner)
         if path is not None or parameter is None or (holder := self._holders.holder(parameter)) is None:
             return path
@@ -146,19 +148,15 @@ class Attribution:
         path = path_in(model, module)
         return None if path is None else joined(self._outer_of(model), path)
 
-    def _is_in(self, module: nn.Module, parameter: nn.Parameter) -> bool:
-        """Whether `module` holds `parameter` under the same name as the graph's own module."""
-        named = module.named_parameters(remove_duplicate=False)
-        return any(value is parameter and user_path(raw) == self._name for raw, value in named)
-
     def _register_model(self, parameter: nn.Parameter) -> None:
         """Finds the running model of `parameter`, and adds the graph to its report."""
         root, modules = self._root(), [*running()] or [*called_models().values()]
         callers = [user_model(module) for module in modules]
         runs = any(caller is root for caller in callers)
-        owners = [c for c in callers if not runs and c is not root and self._owns(c, parameter)]
+        others = [caller for caller in callers if not runs and caller is not root]
+        owners = [caller for caller in others if self._holders.add(caller.modules(), parameter)]
         model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)
-        if root is not None and model is None and self._owns(root, parameter):
+        if root is not None and model is None and self._holders.add(root.modules(), parameter):
             self._places.note(None if self._is_shared else self._path_in(root, parameter))
             return
         if model is not None and _sizes(model) == self._sizes:
@@ -174,10 +172,6 @@ class Attribution:
                 self._kind.__name__,
                 type(owners[-1]).__name__,
             )
-
-    def _owns(self, model: nn.Module, parameter: Tensor) -> bool:
-        """Whether `model` has `parameter`. Registers the parameter's module if it does."""
-        return self._holders.add(model.modules(), parameter)
 
 
 def _sizes(model: nn.Module) -> Mapping[str, Any]:

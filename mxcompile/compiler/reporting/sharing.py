@@ -113,8 +113,21 @@ def _of_same_class(capture: Capture, policy: Policy, owned: str) -> Iterator[tup
     """
     modules, root = capture.tree.modules, capture.root
     name = "" if root is None else session_of(root).name
-    below = _decided(capture, policy)
+    plan = capture.planned.plan
     by_name = functools.partial(name_signature, policy, blocks=capture.blocks)
+    linears = [tag for tag in plan.tags if tag.kind is Kind.LINEAR] if plan is not None else []
+    decided = [(tag.name, (tag.n, tag.k), policy.decide(tag.as_layer())) for tag in linears]
+
+    def below(path: str) -> Signature:
+        """Returns the decisions below `path`: by the plan, else by name patterns."""
+        if plan is None:
+            return by_name(modules[path], path)
+        return tuple(
+            (name.removeprefix(path), *about)
+            for name, *about in decided
+            if name == path or name.startswith(f"{path}.")
+        )
+
     kind = plain_class(modules[owned])
     for path, module in modules.items():
         if plain_class(module) is not kind:
@@ -131,22 +144,3 @@ def _of_same_class(capture: Capture, policy: Policy, owned: str) -> Iterator[tup
             yield path, below(counterpart)
         else:
             yield path, (outer,)
-
-
-def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
-    """Returns a function that maps a path to the decisions below it: by the plan, else by name patterns."""
-    plan, modules = capture.planned.plan, capture.tree.modules
-    if plan is None:
-        return lambda path: name_signature(policy, modules[path], path, capture.blocks)
-    linears = [tag for tag in plan.tags if tag.kind is Kind.LINEAR]
-    decisions = [(tag.name, (tag.n, tag.k), policy.decide(tag.as_layer())) for tag in linears]
-
-    def below(path: str) -> Signature:
-        inside = f"{path}."
-        return tuple(
-            (name.removeprefix(path), sizes, decision)
-            for name, sizes, decision in decisions
-            if name == path or name.startswith(inside)
-        )
-
-    return below

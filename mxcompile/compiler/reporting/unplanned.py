@@ -13,8 +13,7 @@ from torch import nn
 
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.options import Options
-from mxcompile.compiler.session.plans import no_plan
-from mxcompile.compiler.session.session import session_of
+from mxcompile.compiler.session.session import no_plan, session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import UNQUANTIZED
 from mxcompile.models.names import joined, layer_name, rebased, user_path

@@ -58,9 +58,23 @@ def convert(data: Any, setting: Setting) -> None:
             quantizing.append(modifier)
         else:
             at.note("changes weights, not formats")
-    _note_different_ignores(quantizing)
-    for modifier in reversed(quantizing):
-        _modifier(*modifier)
+    ignores = [settings.get("ignore") for _, settings, _ in quantizing]
+    sets = [frozenset(map(str, names)) if isinstance(names, list) else frozenset() for names in ignores]
+    for (_, _, at), names in zip(quantizing, sets, strict=True):
+        alone = sorted(names - frozenset.intersection(*sets))
+        if alone:
+            at.at("ignore").note(
+                f"{', '.join(alone)}: ignored by this modifier alone: here in BF16 for all modifiers"
+            )
+    for name, settings, at in reversed(quantizing):
+        ignored = _texts(settings.get("ignore") or [], at.at("ignore"))
+        _rules([(target, _BF16) for target in _ordered(ignored)], f"{name}: ignore", at.at("ignore"))
+        if settings.get("kv_cache_scheme"):
+            at.at("kv_cache_scheme").note("a policy does not set the format of the KV cache")
+        uses: dict[str, Any] = {}
+        for targets, use in _groups(settings, at):
+            uses.update(dict.fromkeys(targets, use))
+        _rules([(target, uses[target]) for target in _ordered(uses)], name, at)
 
 
 def _modifiers(data: Any, setting: Setting) -> Iterable[_Modifier]:
@@ -88,28 +102,6 @@ def _modifiers(data: Any, setting: Setting) -> Iterable[_Modifier]:
                 if not isinstance(settings, dict | None):
                     raise at.expected("a mapping", settings)
                 yield name, settings or {}, at
-
-
-def _note_different_ignores(modifiers: list[_Modifier]) -> None:
-    ignores = [settings.get("ignore") for _, settings, _ in modifiers]
-    sets = [frozenset(map(str, names)) if isinstance(names, list) else frozenset() for names in ignores]
-    for (_, _, modifier), names in zip(modifiers, sets, strict=True):
-        alone = sorted(names - frozenset.intersection(*sets))
-        if alone:
-            modifier.at("ignore").note(
-                f"{', '.join(alone)}: ignored by this modifier alone: here in BF16 for all modifiers"
-            )
-
-
-def _modifier(name: str, settings: dict[str, Any], setting: Setting) -> None:
-    ignored = _texts(settings.get("ignore") or [], setting.at("ignore"))
-    _rules([(target, _BF16) for target in _ordered(ignored)], f"{name}: ignore", setting.at("ignore"))
-    if settings.get("kv_cache_scheme"):
-        setting.at("kv_cache_scheme").note("a policy does not set the format of the KV cache")
-    uses: dict[str, Any] = {}
-    for targets, use in _groups(settings, setting):
-        uses.update(dict.fromkeys(targets, use))
-    _rules([(target, uses[target]) for target in _ordered(uses)], name, setting)
 
 
 def _ordered(targets: Iterable[str]) -> list[str]:
@@ -203,24 +195,18 @@ def _scheme(scheme: dict[str, Any], setting: Setting) -> Any:
         return _BF16
     if activations is None:
         setting.note(_WEIGHT_ONLY)
-    if (scaling := _scaling(*both)) is not None:
+    strategies = weights.get("strategy"), both[1].get("strategy")
+    scalings: dict[tuple[Any, Any], str] = {
+        ("tensor", "tensor"): "tensor",
+        ("channel", "token"): "channel",
+        ("channel", "channel"): "channel",
+    }
+    if weights.get("block_structure") == [128, 128] and both[1].get("group_size") == 128:
+        scalings["block", "group"] = "block"
+    if (scaling := scalings.get(strategies)) is not None:
         if activations is not None and not activations.get("dynamic"):
             setting.note(_STATIC)
         return {"fprop": "fp8", "scaling": scaling}
     mx = all(tensor.get("strategy") == "group" and tensor.get("group_size") == 32 for tensor in both)
     setting.note(_ROUNDING if mx else _SCALES)
     return _SEND
-
-
-def _scaling(weights: dict[str, Any], activations: dict[str, Any]) -> str | None:
-    """Returns the `scaling` key of fp8 for these settings, None if fp8 does not support them."""
-    strategies = weights.get("strategy"), activations.get("strategy")
-    block = weights.get("block_structure") == [128, 128] and activations.get("group_size") == 128
-    if strategies == ("block", "group") and block:
-        return "block"
-    scalings = {
-        ("tensor", "tensor"): "tensor",
-        ("channel", "token"): "channel",
-        ("channel", "channel"): "channel",
-    }
-    return scalings.get(strategies)  # type: ignore[arg-type]

@@ -43,7 +43,13 @@ def convert(data: Any, setting: Setting) -> None:
         raise setting.at(_KEY).error(not_allowed("recipe", name, _RECIPES))
     preset, usual, fields, read = _RECIPES[name]
     setting.draft.preset = preset
-    use = read(data, setting) | (_gradient(data, usual, setting) if usual else {})
+    use = read(data, setting)
+    value = data.get("fp8_format", usual)
+    elem = value.rpartition(".")[2] if isinstance(value, str) else value
+    if usual and (not isinstance(elem, str) or elem not in _GRADIENTS):
+        raise setting.at("fp8_format").error(not_allowed("format", value, _GRADIENTS))
+    if usual and elem != usual:  # inputs and weights are E4M3
+        use["grad_dtype"] = _GRADIENTS[elem]
     for key, value in data.items():
         if key in fields or key in _COMMON:
             continue
@@ -120,15 +126,6 @@ def _rowwise(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
 def _rowwise_hp(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     setting.at(_KEY).note("the weight has one scale in dgrad there; here it has one per channel")
     return _rowwise(data, setting)
-
-
-def _gradient(data: dict[str, Any], usual: str, setting: Setting) -> dict[str, Any]:
-    """Returns the element type of gradients; inputs and weights are E4M3."""
-    value = data.get("fp8_format", usual)
-    word = value.rpartition(".")[2] if isinstance(value, str) else value
-    if not isinstance(word, str) or word not in _GRADIENTS:
-        raise setting.at("fp8_format").error(not_allowed("format", value, _GRADIENTS))
-    return {} if word == usual else {"grad_dtype": _GRADIENTS[word]}
 
 
 def _overridden(data: dict[str, Any], setting: Setting) -> dict[str, Any]:

@@ -66,7 +66,12 @@ def convert(data: Any, setting: Setting) -> None:
     if not isinstance(configs, dict) or not all(isinstance(value, dict | None) for value in configs.values()):
         raise mapping.error("expected a mapping of names to configurations or null")
     names = [str(name) for name in configs]
-    for name, match in (*_exact(names, mapping), *_expressions(names), *_default(names, mapping)):
+    rules = [*_exact(names, mapping), *_expressions(names)]
+    if _DEFAULT in names:
+        at = mapping.at(_DEFAULT)
+        at.note("is for nn.Linear and classes derived from it: here Linear, add their names")
+        rules.append((_DEFAULT, {"module": "Linear"}))
+    for name, match in rules:
         entry = mapping.at(name)
         entry.rule(match, _use(configs[name], entry), name)
 
@@ -75,8 +80,13 @@ def _unwrapped(data: Any, setting: Setting) -> tuple[Any, Setting]:
     """Returns the map in `data`, without the wrappers of torchao and transformers, and its location."""
     step = None
     while isinstance(data, dict):
-        if "modules_to_not_convert" in data:
-            _excluded(data["modules_to_not_convert"], setting.at("modules_to_not_convert"))
+        skipped, at = data.get("modules_to_not_convert"), setting.at("modules_to_not_convert")
+        skipped = [] if skipped is None else skipped
+        if not isinstance(skipped, list) or not all(isinstance(name, str) and name for name in skipped):
+            raise at.expected("a list of names", skipped)
+        for name in skipped:  # transformers skips matches up to a dot or the end, and suffixes
+            patterns = [starting(rf"(?:{name})(?:(?<=\.)|(?=\.|$))"), f"*{literal(name)}"]
+            at.rule({"name": patterns}, _UNQUANTIZED, f"modules_to_not_convert: {name}")
         keys, outer = ("quantization_config", "quant_type", *_FIELDS), step
         step = next((key for key in keys if isinstance(data.get(key), dict) and data[key]), None)
         if step is None and outer == "quant_type" and "default" in data:
@@ -89,17 +99,6 @@ def _unwrapped(data: Any, setting: Setting) -> tuple[Any, Setting]:
             break
         data, setting = data.get(step), setting.at(step)
     return data, setting
-
-
-def _excluded(names: Any, setting: Setting) -> None:
-    """Adds BF16 rules for names that transformers skips: matches up to a dot or the end, and suffixes."""
-    if names is None:
-        return
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise setting.expected("a list of names", names)
-    for name in names:
-        patterns = [starting(rf"(?:{name})(?:(?<=\.)|(?=\.|$))"), f"*{literal(name)}"]
-        setting.rule({"name": patterns}, _UNQUANTIZED, f"modules_to_not_convert: {name}")
 
 
 def _exact(names: list[str], setting: Setting) -> list[_Named]:
@@ -122,25 +121,14 @@ def _exact(names: list[str], setting: Setting) -> list[_Named]:
 def _expressions(names: list[str]) -> list[_Named]:
     """Returns the rules of expressions as patterns over weights, then as new patterns over modules."""
     expressions = [(name, name.removeprefix("re:")) for name in names if name.startswith("re:")]
-    weights = [(name, {"name": patterns}) for name, text in expressions if (patterns := _over_weights(text))]
+    weights: list[_Named] = []
+    for name, text in expressions:  # patterns for the layers whose weights (name + ``.weight``) match
+        tail = next((tail for tail in _TAILS if text.endswith(tail)), None)
+        if tail is not None and not splits(text):
+            weights.append((name, {"name": [f"re:{text.removesuffix(tail)}{end}" for end in _TAILS[tail]]}))
     seen = {pattern for _, match in weights for pattern in match["name"]}
     modules = [(name, {"name": [f"re:{text}"]}) for name, text in expressions if f"re:{text}" not in seen]
     return [*weights, *modules]
-
-
-def _default(names: list[str], setting: Setting) -> list[_Named]:
-    if _DEFAULT not in names:
-        return []
-    setting.at(_DEFAULT).note("is for nn.Linear and classes derived from it: here Linear, add their names")
-    return [(_DEFAULT, {"module": "Linear"})]
-
-
-def _over_weights(expression: str) -> list[str]:
-    """Returns patterns for the layers whose weights (name + ``.weight``) `expression` matches."""
-    tail = next((tail for tail in _TAILS if expression.endswith(tail)), None)
-    if tail is None or splits(expression):
-        return []
-    return [f"re:{expression.removesuffix(tail)}{end}" for end in _TAILS[tail]]
 
 
 def _use(config: Any, setting: Setting) -> dict[str, str] | str:
@@ -154,7 +142,12 @@ def _use(config: Any, setting: Setting) -> dict[str, str] | str:
     if kind in _FLOAT8:
         return _float8(kind, data or {}, setting)
     if kind in _NVFP4:
-        return _nvfp4(kind, data or {}, setting)
+        if _NVFP4[kind]:
+            setting.note(f"{kind}: {_NVFP4[kind]}")
+        if (data or {}).get("use_dynamic_per_tensor_scale", True) is False:
+            at = setting.at("_data", "use_dynamic_per_tensor_scale")
+            at.note("a tensor always has an FP32 scale here")
+        return {"fprop": "nvfp4"}
     setting.note(f"{kind} is not an 8-bit float: the layer stays in BF16")
     return _UNQUANTIZED
 
@@ -173,14 +166,6 @@ def _float8(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str]
         setting.note(f"{kind} with scales or elements that fp8 lacks: here MXFP8")
         return {"fprop": "mxfp8"}
     return {"fprop": "fp8", "scaling": scaling, "elem_dtype": str(elems.pop())}
-
-
-def _nvfp4(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str]:
-    if _NVFP4[kind]:
-        setting.note(f"{kind}: {_NVFP4[kind]}")
-    if data.get("use_dynamic_per_tensor_scale", True) is False:
-        setting.at("_data", "use_dynamic_per_tensor_scale").note("a tensor always has an FP32 scale here")
-    return {"fprop": "nvfp4"}
 
 
 def _scaling(granularity: Any) -> str | None:

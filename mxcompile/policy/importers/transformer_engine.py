@@ -9,7 +9,7 @@ Source: nvdlfw_inspect/config_manager.py and transformer_engine/debug/features.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
@@ -78,11 +78,7 @@ def _names(layers: Any, setting: Setting) -> list[str]:
         case "layer_name_regex_pattern":
             (expression,) = _words(layers, "layer_name_regex_pattern", setting)
             return [searching(expression)]
-    return _by_parts(layers, setting)
-
-
-def _by_parts(layers: dict[str, Any], setting: Setting) -> list[str]:
-    """Returns patterns for names with a text of ``layer_types`` whose only number is in ``layer_numbers``."""
+    # names with a text of `layer_types` whose only number is in `layer_numbers`
     types = _words(layers, "layer_types", setting) if "layer_types" in layers else ["all"]
     numbers = _numbers(layers.get("layer_numbers", "all"), setting.at("layer_numbers"))
     everything = "all" in types
@@ -138,6 +134,10 @@ def _features(section: dict[str, Any], setting: Setting) -> _Uses:
             at.note("is disabled there")
         elif name.lower() in _FAKE_QUANT:
             later.append((config, at))
+        elif name.lower() in _DISABLE:
+            use.update(dict.fromkeys(_GEMMS, "bf16"))
+        elif name.lower() in _OBSERVE:
+            at.note("only collects statistics: see 'mxcompile audit'")
         elif name.lower() in _FEATURES:
             _FEATURES[name.lower()](config, at, use)
         else:
@@ -151,10 +151,6 @@ def _disable_gemms(config: dict[str, Any], setting: Setting, use: _Uses) -> None
     use.update(dict.fromkeys((gemm for gemm, _, _ in _gemms(config, setting)), "bf16"))
 
 
-def _disable_layer(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
-    use.update(dict.fromkeys(_GEMMS, "bf16"))
-
-
 def _per_tensor(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
     """Adds FP8 with one scale per tensor for both operands of a GEMM. The feature implies E4M3."""
     for gemm, settings, at in _gemms(config, setting):
@@ -165,36 +161,30 @@ def _per_tensor(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
             at.note(f"one scale per tensor for one operand of {gemm}: it stays as in the preset")
 
 
-def _observe(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
-    setting.note("only collects statistics: see 'mxcompile audit'")
-
-
 def _fake_quant(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
     """Adds a GEMM in high precision on quantized operands: MXFP8 if both operands have MXFP8 formats."""
     for gemm, settings, at in _gemms(config, setting):
-        formats = _tensors(settings, at)
+        shared = settings.get("quant_format")
+        if "tensors_struct" in settings:
+            items = _mappings(settings["tensors_struct"], "tensor", at.at("tensors_struct"))
+            formats = {str(item["tensor"]): str(item.get("quant_format", shared)) for item, _ in items}
+        else:
+            formats = {str(tensor): str(shared) for tensor in settings.get("tensors") or ()}
         for tensor in formats:
             if not any(tensor in pair for pair in _OPERANDS.values()):
                 at.note(f"quantizes {tensor}, which is not an operand of a GEMM")
         operands = {tensor: formats.get(tensor, "BF16") for tensor in _OPERANDS[gemm]}
-        elems = _common_elems(operands)
-        if elems is not None and all(use.get(key, elem) == elem for key, elem in elems.items()):
+        elems: _Uses = {}
+        fits = True
+        for tensor, form in operands.items():
+            key, elem = "grad_dtype" if tensor == "gradient" else "elem_dtype", _ELEMS.get(form)
+            fits &= elem is not None and elems.setdefault(key, elem) == use.get(key, elem) == elem
+        if fits:
             use.update({gemm: "mxfp8", **elems})
             continue
         use[gemm] = "bf16"
         listed = ", ".join(f"{tensor} in {form}" for tensor, form in operands.items())
         at.note(f"{gemm} of {listed} is not an MXFP8 GEMM: it stays in BF16")
-
-
-def _common_elems(operands: dict[str, str]) -> _Uses | None:
-    """Returns the element types of both operands of a GEMM; None if they are not MXFP8 of one kind."""
-    elems: _Uses = {}
-    for tensor, form in operands.items():
-        elem = _ELEMS.get(form)
-        key = "grad_dtype" if tensor == "gradient" else "elem_dtype"
-        if elem is None or elems.setdefault(key, elem) != elem:
-            return None
-    return elems
 
 
 def _gemms(config: dict[str, Any], setting: Setting) -> list[tuple[str, dict[str, Any], Setting]]:
@@ -213,16 +203,6 @@ def _gemms(config: dict[str, Any], setting: Setting) -> list[tuple[str, dict[str
     return gemms
 
 
-def _tensors(config: dict[str, Any], setting: Setting) -> dict[str, str]:
-    """Returns the format of each tensor."""
-    shared = config.get("quant_format")
-    if "tensors_struct" in config:
-        items = _mappings(config["tensors_struct"], "tensor", setting.at("tensors_struct"))
-        return {str(item["tensor"]): str(item.get("quant_format", shared)) for item, _ in items}
-    tensors: Iterable[Any] = config.get("tensors") or ()
-    return {str(tensor): str(shared) for tensor in tensors}
-
-
 def _mappings(value: Any, key: str, setting: Setting) -> list[tuple[dict[str, Any], Setting]]:
     """Returns the items of a list of mappings that all have `key`, with their paths."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and key in item for item in value):
@@ -231,15 +211,11 @@ def _mappings(value: Any, key: str, setting: Setting) -> list[tuple[dict[str, An
 
 
 _FAKE_QUANT = frozenset({"fakequant", "fakequantfp8"})
+_DISABLE = frozenset({"disablefp8layer", "disablequantizationlayer"})
+_OBSERVE = frozenset({"logtensorstats", "logfp8tensorstats", "lognvfp4tensorstats", "dumptensors"})
 _FEATURES: dict[str, Callable[[dict[str, Any], Setting, _Uses], None]] = {
     "disablefp8gemm": _disable_gemms,
     "disablequantizationgemm": _disable_gemms,
-    "disablefp8layer": _disable_layer,
-    "disablequantizationlayer": _disable_layer,
     "pertensorscaling": _per_tensor,
-    "logtensorstats": _observe,
-    "logfp8tensorstats": _observe,
-    "lognvfp4tensorstats": _observe,
-    "dumptensors": _observe,
 }
 """Features by lower-case name, because older versions spell some in another case."""

@@ -8,7 +8,7 @@ A folded name stands for exactly the layers that it spells out: ``0.experts.0`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mxcompile.report.data.record import GemmRecord
@@ -39,48 +39,43 @@ def fold(gemms: Iterable[GemmRecord]) -> list[Row]:
     for gemm in gemms:
         layers.setdefault((gemm.graph, gemm.name, gemm.role, gemm.source), []).append(gemm)
     ordered = list(layers.values())
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for index, records in enumerate(ordered):
-        alike.setdefault(_likeness(records), []).append(index)
-    folded = [
-        (path, members)
-        for group in alike.values()
-        for path, members in _merged([(_path(ordered[i][0].name), [i]) for i in group])
+    features = [
+        tuple(
+            (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason)
+            for g in records
+        )
+        for records in ordered
     ]
+    folded = _folded([records[0].name for records in ordered], features)
     return [
         Row(
-            name=_spelled(path),
+            name=name,
             names=tuple(ordered[member][0].name for member in members),
             gemms=tuple(ordered[members[0]]),
         )
-        for path, members in sorted(folded, key=lambda row: row[1][0])
+        for name, members in sorted(folded, key=lambda row: row[1][0])
     ]
 
 
 def spelled(names: Iterable[str]) -> str:
     """Returns `names` folded and joined by commas: ``layers.0-31.up``."""
+    names = list(names)
+    return ", ".join(name for name, _ in _folded(names, [()] * len(names)))
+
+
+def _folded(names: Sequence[str], features: Sequence[tuple[object, ...]]) -> Iterator[tuple[str, list[int]]]:
+    """Yields each folded name of `names` with equal `features`, and the indices of its members."""
     alike: dict[tuple[object, ...], list[_Group]] = {}
-    for name in names:
-        path = _path(name)
+    for index, (name, feature) in enumerate(zip(names, features, strict=True)):
+        path = tuple(
+            frozenset({int(step)}) if step.isdecimal() and str(int(step)) == step else step
+            for step in name.split(".")
+        )
         shape = tuple(_ANY if isinstance(step, frozenset) else step for step in path)
-        alike.setdefault(shape, []).append((path, []))
-    return ", ".join(_spelled(path) for group in alike.values() for path, _ in _merged(group))
-
-
-def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:
-    """Returns the features that all layers of a row share."""
-    path = _path(records[0].name)
-    return tuple(_ANY if isinstance(step, frozenset) else step for step in path), tuple(
-        (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason) for g in records
-    )
-
-
-def _path(name: str) -> _Path:
-    """Returns the parts of a dotted `name`; a number becomes a set that contains it."""
-    return tuple(
-        frozenset({int(step)}) if step.isdecimal() and str(int(step)) == step else step
-        for step in name.split(".")
-    )
+        alike.setdefault((shape, feature), []).append((path, [index]))
+    for group in alike.values():
+        for path, members in _merged(group):
+            yield ".".join(_ranges(step) if isinstance(step, frozenset) else step for step in path), members
 
 
 def _merged(groups: list[_Group]) -> list[_Group]:
@@ -88,23 +83,15 @@ def _merged(groups: list[_Group]) -> list[_Group]:
     for column in reversed(range(len(groups[0][0]))):
         buckets: dict[_Path, list[_Group]] = {}
         for path, members in groups:
-            rest = path[:column] + path[column + 1 :]
-            buckets.setdefault(rest, []).append((path, members))
-        groups = [_joined(bucket, column) for bucket in buckets.values()]
+            buckets.setdefault(path[:column] + path[column + 1 :], []).append((path, members))
+        groups = []
+        for bucket in buckets.values():
+            first = bucket[0][0]
+            numbers = [step for path, _ in bucket if isinstance(step := path[column], frozenset)]
+            joined = _ANY.union(*numbers) if numbers else first[column]
+            members = sorted(member for _, some in bucket for member in some)
+            groups.append(((*first[:column], joined, *first[column + 1 :]), members))
     return groups
-
-
-def _joined(groups: list[_Group], column: int) -> _Group:
-    """Returns `groups` as one group. Their paths differ only in the part with index `column`."""
-    path = groups[0][0]
-    numbers = [step for other, _ in groups if isinstance(step := other[column], frozenset)]
-    step = _ANY.union(*numbers) if numbers else path[column]
-    members = sorted(member for _, members in groups for member in members)
-    return (*path[:column], step, *path[column + 1 :]), members
-
-
-def _spelled(path: _Path) -> str:
-    return ".".join(_ranges(step) if isinstance(step, frozenset) else step for step in path)
 
 
 def _ranges(numbers: frozenset[int]) -> str:

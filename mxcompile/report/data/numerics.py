@@ -11,7 +11,7 @@ x is the tensor before its cast, or the product of the unquantized tensors; q is
 Rows are ranked by harm, which weights an error by the FLOPs of the GEMMs that it enters. SQNR hardly depends
 on small elements, so harm adds the share of the magnitude that a cast loses. A row that holds only
 rounding noise loses many elements but little magnitude, so it adds little harm. `output_change` estimates the
-effect of a forward GEMM on the model's output (see `mxcompile.analysis.study.output_sensitivity`) and takes
+effect of a forward GEMM on the model's output (see `mxcompile.analysis.study.interpreter`) and takes
 precedence over FLOPs. `mxcompile.analysis.audit` measures; this module holds the figures and no tensors.
 
 The error of a group (a role or a block) is √(Σ FLOPs · rel_error² / Σ FLOPs) over its GEMMs. Its underflow is
@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -271,17 +271,17 @@ class Group:
 
 def by_role(numerics: Numerics) -> list[Group]:
     """Returns a group for each role, sorted by harm, largest first."""
-    return sorted(_grouped(numerics, lambda gemm: gemm.role), key=_harm, reverse=True)
+
+    def harm(group: Group) -> float:
+        harm = group.flop_share * group.rel_error**2
+        return math.inf if math.isnan(harm) else harm
+
+    return sorted(_grouped(numerics, lambda gemm: gemm.role), key=harm, reverse=True)
 
 
 def by_block(numerics: Numerics) -> list[Group]:
     """Returns a group for each repeated block, in the order of the model."""
     return _grouped(numerics, lambda gemm: inner_block(gemm.name) or OUTSIDE)
-
-
-def _harm(group: Group) -> float:
-    harm = group.flop_share * group.rel_error**2
-    return math.inf if math.isnan(harm) else harm
 
 
 def _grouped(numerics: Numerics, key: Callable[[GemmNumerics | TensorNumerics], str]) -> list[Group]:
@@ -291,19 +291,20 @@ def _grouped(numerics: Numerics, key: Callable[[GemmNumerics | TensorNumerics], 
         gemms[key(gemm)].append(gemm)
     for tensor in numerics.tensors:
         tensors[key(tensor)].append(tensor)
-    total = sum(gemm.flops for gemm in numerics.gemms) or 1
-    return [_group(name, members, tensors[name], total) for name, members in gemms.items()]
-
-
-def _group(name: str, gemms: Sequence[GemmNumerics], tensors: Sequence[TensorNumerics], total: int) -> Group:
-    flops = sum(gemm.flops for gemm in gemms)
-    read = sum(tensor.flops for tensor in tensors)
-    return Group(
-        name=name,
-        num_gemms=len(gemms),
-        flop_share=flops / total,
-        rel_error=math.sqrt(sum(gemm.harm for gemm in gemms) / flops) if flops else 0.0,
-        lowest_sqnr_db=lowest(gemm.sqnr_db for gemm in gemms),
-        underflow=sum(tensor.flops * tensor.underflow for tensor in tensors) / read if read else None,
-        worst=Numerics(gemms=tuple(gemms)).worst_gemms()[0],
-    )
+    total, groups = sum(gemm.flops for gemm in numerics.gemms) or 1, []
+    for name, members in gemms.items():
+        flops = sum(gemm.flops for gemm in members)
+        read = sum(tensor.flops for tensor in tensors[name])
+        lost = sum(tensor.flops * tensor.underflow for tensor in tensors[name])
+        groups.append(
+            Group(
+                name=name,
+                num_gemms=len(members),
+                flop_share=flops / total,
+                rel_error=math.sqrt(sum(gemm.harm for gemm in members) / flops) if flops else 0.0,
+                lowest_sqnr_db=lowest(gemm.sqnr_db for gemm in members),
+                underflow=lost / read if read else None,
+                worst=Numerics(gemms=tuple(members)).worst_gemms()[0],
+            )
+        )
+    return groups

@@ -92,7 +92,12 @@ class Outline:
 
 def folded(outline: Outline) -> Outline:
     """Returns `outline` with equal blocks folded and at most `MAX_NODES` nodes per phase."""
-    keys = _keys(outline.nodes)
+    keys: list[Any] = [None] * len(outline.nodes)  # nodes with equal keys are folded
+    for phase in PHASES:
+        chosen = [at for at, node in enumerate(outline.nodes) if node.phase == phase]
+        places = _places([outline.nodes[at] for at in chosen], "", {})
+        for at, nested in zip(chosen, places, strict=True):
+            keys[at] = phase, nested
     members: dict[Any, list[OutlineNode]] = {}
     for node, key in zip(outline.nodes, keys, strict=True):
         members.setdefault(key, []).append(node)
@@ -111,16 +116,6 @@ def folded(outline: Outline) -> Outline:
     )
 
 
-def _keys(nodes: Sequence[OutlineNode]) -> list[Any]:
-    """Returns a key for every node. Nodes with equal keys are folded."""
-    keys: list[Any] = [None] * len(nodes)
-    for phase in PHASES:
-        chosen = [index for index, node in enumerate(nodes) if node.phase == phase]
-        for index, key in zip(chosen, _places([nodes[i] for i in chosen], "", {}), strict=True):
-            keys[index] = phase, key
-    return keys
-
-
 def _places(nodes: Sequence[OutlineNode], outer: str, kinds: dict[Any, int]) -> list[Any]:
     """Returns the keys of the nodes of the block `outer`. Equal blocks inside it have equal keys.
 
@@ -133,7 +128,9 @@ def _places(nodes: Sequence[OutlineNode], outer: str, kinds: dict[Any, int]) -> 
     keys: list[Any] = [None] * len(nodes)
     seen: Counter[Any] = Counter()
     for index in blocks.pop("", []):
-        like = _likeness(nodes[index], outer)
+        n = nodes[index]
+        path = n.names[0].removeprefix(outer)
+        like = path, n.kind, n.label, n.detail, n.shape, n.role, n.gemm, n.precision
         keys[index] = like, seen[like]
         seen[like] += 1
     for block, indices in blocks.items():
@@ -144,12 +141,6 @@ def _places(nodes: Sequence[OutlineNode], outer: str, kinds: dict[Any, int]) -> 
         for index, key in zip(indices, inside, strict=True):
             keys[index] = kind, key
     return keys
-
-
-def _likeness(node: OutlineNode, block: str) -> tuple[str, ...]:
-    """Returns the features that corresponding nodes of equal blocks share."""
-    path = node.names[0].removeprefix(block)
-    return path, node.kind, node.label, node.detail, node.shape, node.role, node.gemm, node.precision
 
 
 def inner_block(path: str) -> str:

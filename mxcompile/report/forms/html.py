@@ -20,12 +20,11 @@ from mxcompile.formats import PRECISIONS, UNQUANTIZED, is_quantized, labels, pre
 from mxcompile.policy import Role
 from mxcompile.report.data.fold import Row, fold, spelled
 from mxcompile.report.data.numerics import Numerics, by_block, by_role
-from mxcompile.report.data.outline import PHASES, OutlineNode
-from mxcompile.report.data.record import GemmRecord, ReportData, Summary
+from mxcompile.report.data.outline import PHASES
+from mxcompile.report.data.record import GemmRecord, ReportData
 from mxcompile.report.forms.figures import Card, cards
 from mxcompile.report.forms.picture import picture
-from mxcompile.report.forms.text import slower
-from mxcompile.report.forms.unquantized import unquantized_sentences
+from mxcompile.report.forms.text import slower, unquantized_sentences
 from mxcompile.report.forms.words import count, duration, flop_count, formats, size, speedup, tokens_of, tone
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
@@ -39,17 +38,37 @@ _GOOD_DB = {"MXFP8": 27.5}
 def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
     """Returns `report` as an HTML page, with the figures of an audit if `numerics` is given."""
     rows, words = fold(report.gemms), labels(gemm.precision for gemm in report.gemms)
-    present = {gemm.precision for gemm in report.gemms}
+    present, summary = {gemm.precision for gemm in report.gemms}, report.summary
+    estimates, measured = [], {}
+    if summary.estimate_us and summary.estimate_bf16_us:
+        estimates = [
+            Card("matmuls and casts", duration(summary.estimate_us)),
+            Card("the same in BF16", duration(summary.estimate_bf16_us)),
+            Card(f"BF16 ÷ {words}", f"{summary.estimate_bf16_us / summary.estimate_us:.2f}×"),
+        ]
+    if numerics is not None:
+        blocks = by_block(numerics)
+        measured = {
+            "good": _GOOD_DB.get(numerics.precision),
+            "gemm_harm": numerics.harm_of_gemms(),
+            "measured": list(_measured_figures(numerics)),
+            "groups": [("role", by_role(numerics)), ("block", blocks if len(blocks) > 1 else [])],
+            "operands": {"x": "input", "w": "weight", "dy": "gradient"},
+            "counted": {
+                *("GEMMs", "FLOPs", "cosine", "rel. error"),
+                *("underflow", "saturation", "harm", "output change"),
+            },
+        }
     return (
         _environment()
         .get_template("page.html")
         .render(
-            title=f"{words} report: {report.summary.policy}, {report.summary.target}",
+            title=f"{words} report: {summary.policy}, {summary.target}",
             words=words,
-            summary=report.summary,
+            summary=summary,
             figures=list(_figures(report, rows)),
-            sentences=unquantized_sentences(report.gemms, report.summary),
-            estimates=_estimates(report.summary, words),
+            sentences=unquantized_sentences(report.gemms, summary),
+            estimates=estimates,
             slower=sorted(slower(rows), key=lambda pair: pair[1]),
             rows=rows,
             gemms=report.gemms,
@@ -64,7 +83,7 @@ def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
             graph_roles=dict.fromkeys(node.role for o in report.graph for node in o.nodes if node.role),
             kinds=_KINDS,
             numerics=numerics,
-            **(_numerics_values(numerics) if numerics is not None else {}),
+            **measured,
         )
     )
 
@@ -111,16 +130,6 @@ def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[Card]:
     yield Card("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}")
 
 
-def _estimates(summary: Summary, words: str) -> list[Card]:
-    if not summary.estimate_us or not summary.estimate_bf16_us:
-        return []
-    return [
-        Card("matmuls and casts", duration(summary.estimate_us)),
-        Card("the same in BF16", duration(summary.estimate_bf16_us)),
-        Card(f"BF16 ÷ {words}", f"{summary.estimate_bf16_us / summary.estimate_us:.2f}×"),
-    ]
-
-
 def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
     """Yields the pictures of the compiled graphs by phase, and each node with its records."""
     records: dict[tuple[int, str], list[GemmRecord]] = {}
@@ -128,45 +137,25 @@ def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
         records.setdefault((gemm.graph, gemm.name), []).append(gemm)
     for number, outline in enumerate(report.graph[:_MOST_GRAPHS]):
         if outline.nodes:
+            nodes = []
+            for node in outline.nodes:
+                gemms = records.get((number, node.names[0]), [])
+                if node.kind != "attention":
+                    gemms = [gemm for gemm in gemms if node.kind == "gemm" and gemm.role == node.role]
+                nodes.append((node, gemms))
             phases = [phase for phase in PHASES if any(node.phase == phase for node in outline.nodes)]
             yield {
                 "number": number,
                 "omitted": outline.omitted,
                 "phases": [(phase, Markup(picture(outline, phase, f"{number}-{phase}"))) for phase in phases],
-                "nodes": [
-                    (node, _records_of(node, records.get((number, node.names[0]), [])))
-                    for node in outline.nodes
-                ],
+                "nodes": nodes,
             }
-
-
-def _records_of(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
-    """Returns the records among `gemms`, the records of its layer, that the picture shows for `node`."""
-    if node.kind == "gemm":
-        return [gemm for gemm in gemms if gemm.role == node.role]
-    return gemms if node.kind == "attention" else []
 
 
 def _code_at(source: str) -> str:
     """Returns the source line at ``file:line`` if it is a Python file on this machine, else ""."""
     file, _, line = source.rpartition(":")
     return linecache.getline(file, int(line)).strip() if file.endswith(".py") and line.isdecimal() else ""
-
-
-def _numerics_values(numerics: Numerics) -> dict[str, Any]:
-    """Returns the variables of the template's numerics section."""
-    blocks = by_block(numerics)
-    return {
-        "good": _GOOD_DB.get(numerics.precision),
-        "gemm_harm": numerics.harm_of_gemms(),
-        "measured": list(_measured_figures(numerics)),
-        "groups": [("role", by_role(numerics)), ("block", blocks if len(blocks) > 1 else [])],
-        "operands": {"x": "input", "w": "weight", "dy": "gradient"},
-        "counted": {
-            *("GEMMs", "FLOPs", "cosine", "rel. error"),
-            *("underflow", "saturation", "harm", "output change"),
-        },
-    }
 
 
 def _measured_figures(numerics: Numerics) -> Iterator[Card]:

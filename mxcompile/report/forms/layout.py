@@ -61,7 +61,13 @@ def lay_out(outline: Outline, chosen: Sequence[int], sizes: dict[int, tuple[floa
     columns = _columns(flow, chains.values(), widths)
     left = min(columns[n] - widths[n] / 2 for n in flow)
     right = max(columns[n] + widths[n] / 2 for n in flow)
-    tops, height = _tops(rows, sizes)
+    heights: defaultdict[int, float] = defaultdict(float)
+    for node, row in rows.items():
+        heights[row] = max(heights[row], sizes[node][1])
+    tops, y = {}, 0.0
+    for row in range(max(heights) + 1):
+        tops[row] = y, heights[row]
+        y += heights[row] + ROW_GAP
     boxes = {
         node: Box(
             x=columns[node] - left,
@@ -80,7 +86,7 @@ def lay_out(outline: Outline, chosen: Sequence[int], sizes: dict[int, tuple[floa
         )
         for (a, b), chain in chains.items()
     }  # fmt: skip
-    return Layout(boxes=boxes, lines=lines, rows=rows, width=right - left, height=height)
+    return Layout(boxes=boxes, lines=lines, rows=rows, width=right - left, height=y - ROW_GAP)
 
 
 def _rows(
@@ -174,18 +180,3 @@ def _packed(row: list[int], wanted: dict[int, float], widths: dict[int, float]) 
             size = len(members) + len(others)
             groups[-2:] = [((x * len(members) + y * len(others)) / size, members + others)]
     return {node: x + offsets[node] for x, members in groups for node in members}
-
-
-def _tops(
-    rows: dict[int, int], sizes: dict[int, tuple[float, float]]
-) -> tuple[dict[int, tuple[float, float]], float]:
-    """Returns top and height of every row, and the total height."""
-    heights: defaultdict[int, float] = defaultdict(float)
-    for node, row in rows.items():
-        heights[row] = max(heights[row], sizes[node][1])
-    tops: dict[int, tuple[float, float]] = {}
-    y = 0.0
-    for row in range(max(heights) + 1):
-        tops[row] = y, heights[row]
-        y += heights[row] + ROW_GAP
-    return tops, y - ROW_GAP

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 from html import escape
 
 from mxcompile.formats import precisions
@@ -30,10 +29,26 @@ def picture(outline: Outline, phase: str, key: str) -> str:
     chosen = [i for i, node in enumerate(outline.nodes) if node.phase == phase]
     if not chosen:
         return ""
-    nodes = {i: _titled(outline, i) for i in chosen}
+    nodes: dict[int, OutlineNode] = {}
+    blocks: dict[tuple[str, ...], list[int]] = {}
+    for i in chosen:
+        nodes[i] = node = outline.nodes[i]
+        if node.kind == "cast" and outline.only_backward(i):
+            nodes[i] = dataclasses.replace(node, label=f"{node.label} → backward")
+        paths = _block_paths(node)
+        if paths[0]:
+            blocks.setdefault(paths, []).append(i)
     layout = lay_out(outline, chosen, {i: _size(node) for i, node in nodes.items()})
-    drawn = [_frame(outline, layout, members) for members in _blocks(outline, chosen)]
-    drawn += [_edge(outline, layout, edge, key) for edge in layout.lines]
+    drawn = [_frame(outline, layout, members) for members in blocks.values() if len(members) > 1]
+    for (a, b), points in layout.lines.items():
+        path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
+        for (x, y), (to_x, to_y) in itertools.pairwise(points):
+            half = (y + to_y) / 2
+            path += f"C{x:.1f} {half:.1f} {to_x:.1f} {half:.1f} {to_x:.1f} {to_y:.1f}"
+        kind = " fp8" if outline.nodes[a].kind == "cast" else ""
+        drawn.append(
+            f'<path class="edge{kind}" data-edge="{a} {b}" d="{path}" marker-end="url(#arrow-{key})"/>'
+        )
     drawn += [_node(node, i, layout.boxes[i]) for i, node in nodes.items()]
     width, height = layout.width + 2 * _MARGIN, layout.height + 2 * _MARGIN
     return (
@@ -58,14 +73,6 @@ def _size(node: OutlineNode) -> tuple[float, float]:
     return max(6.6 * title + 24, 48.0), 26.0
 
 
-def _titled(outline: Outline, index: int) -> OutlineNode:
-    """Returns the node at `index`, with "→ backward" in the label of a cast that only backward reads."""
-    node = outline.nodes[index]
-    if node.kind == "cast" and outline.only_backward(index):
-        return dataclasses.replace(node, label=f"{node.label} → backward")
-    return node
-
-
 def _title(node: OutlineNode) -> str:
     text = "+" if node.kind == "glue" and node.label == "add" else node.label
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
@@ -83,16 +90,6 @@ def _second_line(node: OutlineNode) -> str:
 
 def _block_paths(node: OutlineNode) -> tuple[str, ...]:
     return tuple(dict.fromkeys(inner_block(name) for name in node.names))
-
-
-def _blocks(outline: Outline, chosen: Sequence[int]) -> list[list[int]]:
-    """Returns the nodes of every block that has more than one node."""
-    by_block: dict[tuple[str, ...], list[int]] = {}
-    for index in chosen:
-        paths = _block_paths(outline.nodes[index])
-        if paths[0]:
-            by_block.setdefault(paths, []).append(index)
-    return [members for members in by_block.values() if len(members) > 1]
 
 
 def _frame(outline: Outline, layout: Layout, members: list[int]) -> str:
@@ -120,17 +117,6 @@ def _frame(outline: Outline, layout: Layout, members: list[int]) -> str:
         f'<text x="{left + 10:.1f}" y="{top - 5:.1f}">{escape(label)}'
         f'<tspan class="times">{times}</tspan></text></g>'
     )
-
-
-def _edge(outline: Outline, layout: Layout, edge: tuple[int, int], key: str) -> str:
-    points = layout.lines[edge]
-    path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
-    for (x, y), (to_x, to_y) in itertools.pairwise(points):
-        half = (y + to_y) / 2
-        path += f"C{x:.1f} {half:.1f} {to_x:.1f} {half:.1f} {to_x:.1f} {to_y:.1f}"
-    kind = " fp8" if outline.nodes[edge[0]].kind == "cast" else ""
-    ends = f"{edge[0]} {edge[1]}"
-    return f'<path class="edge{kind}" data-edge="{ends}" d="{path}" marker-end="url(#arrow-{key})"/>'
 
 
 def _node(node: OutlineNode, index: int, box: Box) -> str:

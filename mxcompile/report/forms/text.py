@@ -1,16 +1,19 @@
-"""The text and Markdown forms: a summary, a table of folded layers and a table of kernels."""
+"""The text and Markdown forms: a summary, a table of folded layers and a table of kernels.
+
+The summary has the reasons of layers in BF16, by FLOPs, and the products that are not counted.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mxcompile.formats import is_quantized, labels
-from mxcompile.policy import Code, Reason
+from mxcompile.formats import elem_named, is_quantized, labels, stored_forms, stored_precision
+from mxcompile.policy import ATTENTION_PRODUCTS, Code, Reason
 from mxcompile.report.data.fold import Row, fold
-from mxcompile.report.data.record import GemmRecord, OperandFormat, ReportData, Summary
+from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, ReportData, Summary
 from mxcompile.report.forms.figures import cards
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
-from mxcompile.report.forms.unquantized import unknown_words, unquantized_sentences
 from mxcompile.report.forms.words import (
     count,
     duration,
@@ -26,6 +29,9 @@ from mxcompile.report.forms.words import (
 )
 
 _NAMED = 3
+LITTLE = 0.5
+"""If the quantized share of the FLOPs is lower, the report lists the reasons."""
+_REASONS = 4
 
 
 def to_text(report: ReportData) -> str:
@@ -61,16 +67,69 @@ def headline(report: ReportData) -> str:
     """Returns the report in one line."""
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)
-    model_dtype, unknown = main_dtype(report.gemms), unknown_words(report.gemms)
+    model_dtype, unknown = main_dtype(report.gemms), sum(map(is_unknown, report.gemms))
+    left_out = f", {count(unknown, 'product')} of unknown FLOPs not in it" if unknown else ""
     model = f", model in {model_dtype}" if model_dtype != "BF16" else ""
     flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
     amounts = (f", {flop_count(flops)}" if flops else "") + (f", {tokens:,} tokens" if tokens else "")
     return (
         f"{words} report: {summary.flop_share:.1%} of {'known ' if unknown else ''}matmul FLOPs in"
-        f" {words}{unknown}"
+        f" {words}{left_out}"
         f" ({count(summary.num_gemms, 'GEMM')}{amounts}, target {summary.target},"
         f" policy {summary.policy}{model})"
     )
+
+
+def unquantized_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
+    """Returns sentences on stored weights, reasons for a low quantized share, and uncounted products."""
+    if not gemms:
+        graphs = "a graph without matrix products" if summary.graphs else "nothing, as no graph was captured"
+        return [f"no matrix product was captured; compiled: {graphs}"]
+    sentences = []
+    layers = [gemm for gemm in gemms if gemm.gemm == "fprop" and gemm.role not in ATTENTION_PRODUCTS]
+    stored = [gemm for gemm in layers if is_stored(gemm)]
+    if stored:
+        share = sum(map(_weight, stored)) / (sum(map(_weight, layers)) or 1)
+        codes = sum(is_quantized(gemm.precision) or "weight_only" in gemm.kernel for gemm in stored)
+        precisions = set()
+        for form in (form for gemm in stored for form in gemm.formats if form.operand == "w"):
+            dtype = elem_named(form.elem).stored_dtype
+            assert dtype is not None
+            kept = next(kept for kept in stored_forms(dtype) if str(kept.tile) == form.block)
+            precisions.add(str(stored_precision(kept)))
+        sentences.append(
+            f"weights stored in {labels(precisions)}: {len(stored)} of {count(len(layers), 'layer')},"
+            f" {share:.1%} of their elements; products read the codes of {codes} and dequantized values of"
+            f" {len(stored) - codes}"
+        )
+    total = sum(gemm.flops for gemm in gemms)
+    if total and summary.flop_share < LITTLE:
+        reasons: Counter[str] = Counter()
+        for gemm in gemms:
+            if not is_quantized(gemm.precision):
+                reasons[gemm.reason] += gemm.flops
+            elif gemm.kernel == NOT_COMPILED:
+                reasons[NOT_COMPILED] += gemm.flops
+        shares = [f"{flops / total:.1%} {reason}" for reason, flops in reasons.most_common() if flops]
+        rest = f"{1 - summary.flop_share:.1%} of the FLOPs stay in {main_dtype(gemms)}"
+        sentences.append(f"{rest}: {listed(shares, _REASONS)}")
+    unknown: Counter[str] = Counter()
+    for gemm in filter(is_unknown, gemms):
+        is_operator = gemm.code == Code.UNCOUNTED
+        unknown[f"opaque operator {' '.join(gemm.facts)}" if is_operator else gemm.name or "(root)"] += 1
+    if unknown:
+        names = [f"{name} (×{number})" if number > 1 else name for name, number in unknown.most_common()]
+        sentences.append(f"not in the share, since their FLOPs are unknown: {listed(names, _REASONS)}")
+    return sentences
+
+
+def _weight(gemm: GemmRecord) -> int:
+    return (gemm.batch or 0) * (gemm.n or 0) * (gemm.k or 0)
+
+
+def is_unknown(gemm: GemmRecord) -> bool:
+    """Whether the FLOPs of `gemm` are unknown: an opaque operator, no plan, or a data-dependent size."""
+    return not gemm.is_known or gemm.code == Code.UNCOUNTED
 
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
@@ -149,9 +208,12 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
         by_kernel.setdefault((precision_word(gemm), gemm.kernel or "not lowered"), []).append(gemm)
     groups: dict[tuple[str, str, str], list[GemmRecord]] = {}
     for key, members in by_kernel.items():
-        merged = _merged(members)
+        forms = {form for gemm in members for form in gemm.formats}
+        by_operand = {form.operand: form for form in forms}
+        merged = tuple(by_operand[operand] for operand in ("x", "w", "dy") if operand in by_operand)
+        is_one = len(by_operand) == len(forms)  # each operand has one format
         for gemm in members:
-            words = formats(gemm.formats if merged is None or not gemm.formats else merged)
+            words = formats(merged if is_one and gemm.formats else gemm.formats)
             groups.setdefault((*key, words or "-"), []).append(gemm)
     total = sum(gemm.flops for gemm in gemms) or 1
     shares = {key: sum(gemm.flops for gemm in members) / total for key, members in groups.items()}
@@ -159,12 +221,3 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
         [*key, f"{len(groups[key])}", f"{shares[key]:.1%}"]
         for key in sorted(groups, key=lambda key: (not is_quantized(key[0]), -shares[key]))
     ]
-
-
-def _merged(gemms: Iterable[GemmRecord]) -> tuple[OperandFormat, ...] | None:
-    """Returns the formats of the operands of `gemms`, or None if an operand has several."""
-    forms = {form for gemm in gemms for form in gemm.formats}
-    by_operand = {form.operand: form for form in forms}
-    if len(by_operand) < len(forms):
-        return None
-    return tuple(by_operand[operand] for operand in ("x", "w", "dy") if operand in by_operand)
