@@ -24,13 +24,15 @@ from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import Cast, Unpack, result_of
 
+_Key = tuple[fx.Node, fx.Node, torch.dtype, bool]  # qdata, scale, dtype, whether scaled
+
 
 class DequantizedOperands:
     """Makes the dequantized operands of one graph, each of them once."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build
-        self._values: dict[tuple[fx.Node, fx.Node, torch.dtype, bool], fx.Node] = {}
+        self._values: dict[_Key, fx.Node] = {}
 
     def value(
         self,
@@ -51,22 +53,12 @@ class DequantizedOperands:
         qdata, scale, swapped = stored(qdata, scale)
         key = qdata, scale, dtype, scaled
         if key not in self._values:
-            self._values[key] = self._operand(
-                qdata, scale, -3 - dim if swapped else dim, fmt, dtype, like, scaled
-            )
+            self._values[key] = self._operand(key, -3 - dim if swapped else dim, fmt, like)
         value = self._values[key]
         return transpose(value, self._build) if swapped else value
 
-    def _operand(
-        self,
-        qdata: fx.Node,
-        scale: fx.Node,
-        dim: int,
-        fmt: str,
-        dtype: torch.dtype,
-        like: fx.Node,
-        scaled: bool,
-    ) -> fx.Node:
+    def _operand(self, key: _Key, dim: int, fmt: str, like: fx.Node) -> fx.Node:
+        qdata, scale, dtype, scaled = key
         cast = Cast.from_node(result_of(qdata)[0])
         # the scale is a result of the cast, or a view of the scales of square tiles
         is_mx = scaled and cast is not None and cast.copy.is_mx

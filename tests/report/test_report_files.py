@@ -121,6 +121,7 @@ def test_processes_that_write_one_file_do_not_spoil_it(tmp_path: Path):
     while any(writer.is_alive() for writer in writers):
         assert len({gemm.name.split(".")[0] for gemm in Report.load(path).gemms}) == 1
         reads += 1
+    for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert reads > 1

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.analysis.blame.blamed import MEASURES, Blamed, Findings
+from mxcompile.analysis.blame.blamed import MEASURES, Blamed, Effect, Findings
 from mxcompile.analysis.blame.search import LEAST, REPEATS, RunPlan, Search, check, check_different
 from mxcompile.analysis.blame.trials import BlameTrials
 from mxcompile.analysis.study.session import MAKE_A_LOSS, LossFunction, Session, Study
@@ -84,17 +84,7 @@ def blame(
         )
         bar.total = plan.runs
         trials.repeat(plan.repeats)
-        present = [name for name in MEASURES if getattr(trials.self_effect, name) is not None]
-        order = ("gradients", "output", "loss")
-        measure = of or next((name for name in order if name in present), "output")
-        if measure not in present:
-            wanted = {
-                "output": "a floating-point tensor as its main output",
-                "loss": f"a loss: {MAKE_A_LOSS}",
-                "gradients": f"a loss that needs gradients: {MAKE_A_LOSS}",
-            }
-            has = f"this run has {' and '.join(present)}" if present else "this run has nothing to measure"
-            raise ModelError(f"blame of {measure!r} needs {wanted[measure]}; {has}")
+        measure = _measure(of, trials.self_effect)
         findings = Findings(whole=trials.self_effect, left=trials.self_effect)
         notes = trials.obstacles(measure)
         if not notes:
@@ -124,3 +114,18 @@ def blame(
         measure=measure,
         remove=remove,
     )
+
+
+def _measure(of: str | None, effect: Effect) -> str:
+    """Returns the measure of the difference, `of` or the default. effect: of the reference on itself."""
+    present = [name for name in MEASURES if getattr(effect, name) is not None]
+    measure = of or next((name for name in ("gradients", "output", "loss") if name in present), "output")
+    if measure not in present:
+        wanted = {
+            "output": "a floating-point tensor as its main output",
+            "loss": f"a loss: {MAKE_A_LOSS}",
+            "gradients": f"a loss that needs gradients: {MAKE_A_LOSS}",
+        }
+        has = f"this run has {' and '.join(present)}" if present else "this run has nothing to measure"
+        raise ModelError(f"blame of {measure!r} needs {wanted[measure]}; {has}")
+    return measure

@@ -11,7 +11,7 @@ from torch import nn
 
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.reporting import unplanned
-from mxcompile.compiler.session.frames import running
+from mxcompile.compiler.session.frames import is_running
 from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.session import gemms_of_call, planned, session_of
 from mxcompile.errors import UnsupportedError
@@ -19,7 +19,6 @@ from mxcompile.formats import is_quantized, labels
 from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import resolve
 from mxcompile.models.names import within
-from mxcompile.models.wrappers import user_model
 from mxcompile.plan.plan import Plan
 from mxcompile.policy import Gemm
 from mxcompile.report import REGISTRY
@@ -73,7 +72,7 @@ def check_ran(compilation: Compilation) -> None:
     `UnsupportedError`, other modes log a warning.
     """
     plan, root = compilation.capture.planned.plan, compilation.capture.root
-    if plan is not None and root is not None and not any(user_model(module) is root for module in running()):
+    if plan is not None and root is not None and not is_running(root):
         _check_ran(root, compilation.options, plan)
 
 

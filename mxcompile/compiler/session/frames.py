@@ -10,7 +10,7 @@ model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, MethodType
 from typing import Any
@@ -77,9 +77,8 @@ class Frame:
         directly, backward = True, False
         call: FrameType | None = None
         for frame in frames():
-            is_dynamos = frame.f_code.co_filename.endswith("convert_frame.py")
-            compiled: Any = frame.f_locals.get("frame") if is_dynamos else None
-            if scope is None and hasattr(compiled, "f_code") and hasattr(compiled, "f_locals"):
+            compiled = _compiled(frame)
+            if compiled is not None and scope is None:
                 scope = compiled.f_locals, compiled.f_globals
                 if compiled.f_code.co_name.startswith(_RESUMED):
                     parts.append(_AFTER)
@@ -90,25 +89,12 @@ class Frame:
             if scope is not None and call is None and is_wrapper(frame):
                 call = frame
             module = _module_of(frame)
-            if module is None:
-                directly = directly and frame.f_code.co_filename.startswith(TORCH)
-                continue
-            args, kwargs = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
-            if isinstance(args, tuple) and isinstance(kwargs, dict):
-                method, direct = _method(frame), directly
-                is_call = method is None or method.__name__ == "forward"
-                if running and running[-1].module is module:  # the outermost frame has the user's arguments
-                    direct = running.pop().directly
-                about: dict[str, Any] = {"args": args, "kwargs": kwargs, "is_call": is_call}
-                running.append(Running(module=module, directly=direct, **about))
+            if module is not None:
+                _add(running, module, frame, directly)
+            elif not frame.f_code.co_filename.startswith(TORCH):
+                directly = False
         scope = scope or ({}, {})
         models = _models(call) if call is not None else {}
-        functions: list[Any] = [runner.module.forward for runner in running[:1]]
-        functions += [] if call is None else [call.f_locals.get("fn")]
-        defaults: list[Any] = []
-        for function in (getattr(value, "__func__", value) for value in functions):
-            defaults += getattr(function, "__defaults__", None) or ()
-            defaults += (getattr(function, "__kwdefaults__", None) or {}).values()
         return cls(
             locals=scope[0],
             globals=scope[1],
@@ -117,7 +103,7 @@ class Frame:
             backward=backward,
             models=models if len(models) > 1 else {},
             model=next(iter(models.values())) if len(models) == 1 else None,
-            defaults=tuple(defaults),
+            defaults=tuple(_defaults(call, running)),
         )
 
     def evaluate(self, source: str) -> Any:
@@ -135,11 +121,7 @@ class Frame:
         outer = next((user_model(call.module) for call in reversed(self.running)), None)
         if compiled is None or outer is None or outer is compiled:
             return compiled or outer
-        alike = {id(model) for part in outer.modules() if (model := _unwrapped_if_compiled(part))}
-        lists = (part for part in outer.modules() if isinstance(part, nn.ModuleList | nn.ModuleDict))
-        members = {id(user_model(child)) for part in lists for child in part.children()}
-        is_block = id(compiled) in members or (id(compiled) in alike and len(alike) > 1)
-        return outer if is_block else compiled
+        return outer if _is_block(compiled, outer) else compiled
 
     def name_of(self, root: nn.Module | None) -> str:
         """Returns the path of the model `root` among `models`, or ""."""
@@ -188,6 +170,11 @@ def called_models() -> Mapping[str, nn.Module]:
     return next((_models(frame) for frame in frames() if is_wrapper(frame)), {})
 
 
+def is_running(root: nn.Module) -> bool:
+    """Whether a call of `root` is running in this thread."""
+    return any(user_model(module) is root for module in running())
+
+
 def frames() -> Iterator[FrameType]:
     """Yields the frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
@@ -228,6 +215,14 @@ def _module_of(frame: FrameType) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
+def _compiled(frame: FrameType) -> Any:
+    """Returns the frame that Dynamo compiles in `frame`, or None if `frame` is not Dynamo's."""
+    if not frame.f_code.co_filename.endswith("convert_frame.py"):
+        return None
+    inner_frame = frame.f_locals.get("frame")
+    return inner_frame if hasattr(inner_frame, "f_code") and hasattr(inner_frame, "f_locals") else None
+
+
 def is_broken(gm: fx.GraphModule | None) -> bool:
     """Whether a graph break ends the graph `gm` of Dynamo."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
@@ -254,8 +249,42 @@ def _models(call: FrameType) -> Mapping[str, nn.Module]:
     return models_of(function, args or (), kwargs or {})
 
 
+def _defaults(call: FrameType | None, running: Sequence[Running]) -> Iterator[Any]:
+    """Yields the default values of the function that torch's wrapper `call` calls, and of a forward."""
+    functions: list[Any] = [runner.module.forward for runner in running[:1]]
+    functions += [] if call is None else [call.f_locals.get("fn")]
+    for function in (getattr(value, "__func__", value) for value in functions):
+        yield from getattr(function, "__defaults__", None) or ()
+        yield from (getattr(function, "__kwdefaults__", None) or {}).values()
+
+
+def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: bool) -> None:
+    """Adds a call of `module` with the arguments of its outermost frame, which are the user's."""
+    args, kwargs = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        return
+    method = _method(frame)
+    is_call = method is None or method.__name__ == "forward"
+    if running and running[-1].module is module:
+        directly = running.pop().directly
+    running.append(Running(module=module, args=args, kwargs=kwargs, directly=directly, is_call=is_call))
+
+
 def _unwrapped_if_compiled(module: nn.Module) -> nn.Module | None:
     call = getattr(module, "_compiled_call_impl", None)
     if "_orig_mod" in module._modules or (call is not None and not getattr(call, "checks_only", False)):
         return user_model(module)
     return None
+
+
+def _is_block(part: nn.Module, whole: nn.Module) -> bool:
+    """Whether `part` is one of several compiled modules in `whole`, or a member of a module list."""
+    compiled = {id(model) for module in whole.modules() if (model := _unwrapped_if_compiled(module))}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    members = {
+        id(user_model(child))
+        for module in whole.modules()
+        if isinstance(module, lists)
+        for child in module.children()
+    }
+    return id(part) in members or (id(part) in compiled and len(compiled) > 1)

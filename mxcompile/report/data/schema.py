@@ -13,7 +13,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -118,8 +118,24 @@ def read(owner: type[_T], data: Any, path: str = "$") -> _T:
 
     path: JSON path of `data` in its file, a prefix of the path in the error.
     """
-    result: _T = _read(owner, None, data, path)
-    return result
+    try:
+        result: _T = _read_object(owner, data)
+        return result
+    except _FaultError as fault:
+        raise OptionError(f"{path}{fault.where}: {fault}") from None
+
+
+class _FaultError(Exception):
+    """A fault in the data. While it propagates, each reader prepends its step of the JSON path."""
+
+    where = ""
+
+    def inside(self, step: str) -> _FaultError:
+        self.where = step + self.where
+        return self
+
+
+_Reader = Callable[[Any], Any]
 
 
 @functools.cache
@@ -136,43 +152,73 @@ def _fields(owner: Any) -> dict[str, tuple[Any, tuple[str, ...] | None, bool]]:
     }
 
 
-def _read(hint: Any, choices: tuple[str, ...] | None, data: Any, path: str) -> Any:
-    """Returns `data`, which is at `path`, checked and converted to the type `hint`."""
+@functools.cache
+def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
+    """Returns a function that checks and converts a value of type `hint`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _OPTIONAL:
-        return None if data is None else _read(arguments[0], choices, data, path)
+        inner = _reader(arguments[0], choices)
+        return lambda data: None if data is None else inner(data)
     if origin is tuple:
-        if not isinstance(data, list):
-            raise OptionError(f"{path}: expected an array, found {_kind(data)}")
-        items = arguments[:1] * len(data) if arguments[-1] is Ellipsis else arguments
-        if len(data) != len(items):
-            raise OptionError(f"{path}: expected {len(items)} items, found {len(data)}")
-        pairs = enumerate(zip(items, data, strict=True))
-        return tuple(_read(item, None, value, f"{path}[{index}]") for index, (item, value) in pairs)
+        if arguments[-1] is Ellipsis:
+            return functools.partial(_read_items, _reader(arguments[0], None))
+        return functools.partial(_read_items, [_reader(argument, None) for argument in arguments])
     if dataclasses.is_dataclass(hint):
-        if not isinstance(data, Mapping):
-            raise OptionError(f"{path}: expected an object, found {_kind(data)}")
-        owner: Any = hint
-        fields, values = _fields(owner), {}
-        for key, value in data.items():
-            if key in fields:
-                values[key] = _read(*fields[key][:2], value, f"{path}.{key}")
-        for name, (*_, required) in fields.items():
-            if required and name not in data:
-                raise OptionError(f"{path}: key {name!r} is missing")
-        return owner(**values)
+        return functools.partial(_read_object, hint)
     if hint == Measure:
-        if type(data) not in (int, float) and data not in _NOT_FINITE:
-            raise OptionError(f"{path}: expected {_WORDS[float]}, found {_kind(data)}")
-        return float(data)
+        return _read_measure
+    return functools.partial(_read_scalar, hint, choices)
+
+
+def _read_object(owner: Any, data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        raise _FaultError(f"expected an object, found {_kind(data)}")
+    fields, values = _fields(owner), {}
+    for key, value in data.items():
+        if key not in fields:
+            continue
+        hint, choices, _ = fields[key]
+        try:
+            values[key] = _reader(hint, choices)(value)
+        except _FaultError as fault:
+            raise fault.inside(f".{key}") from None
+    for name, (*_, required) in fields.items():
+        if required and name not in data:
+            raise _FaultError(f"key {name!r} is missing")
+    return owner(**values)
+
+
+def _read_items(readers: Sequence[_Reader] | _Reader, data: Any) -> tuple[Any, ...]:
+    """Reads an array with a reader per item, or with the same reader for all items. Returns a tuple."""
+    if not isinstance(data, list):
+        raise _FaultError(f"expected an array, found {_kind(data)}")
+    readers = [readers] * len(data) if callable(readers) else readers
+    if len(data) != len(readers):
+        raise _FaultError(f"expected {len(readers)} items, found {len(data)}")
+    values = []
+    for index, (read_item, item) in enumerate(zip(readers, data, strict=True)):
+        try:
+            values.append(read_item(item))
+        except _FaultError as fault:
+            raise fault.inside(f"[{index}]") from None
+    return tuple(values)
+
+
+def _read_scalar(hint: Any, choices: tuple[str, ...] | None, data: Any) -> Any:
     if type(data) is not hint and not (hint is float and type(data) is int):
-        raise OptionError(f"{path}: expected {_WORDS[hint]}, found {_kind(data)}")
+        raise _FaultError(f"expected {_WORDS[hint]}, found {_kind(data)}")
     if hint in (int, float) and not 0 <= data <= _LARGEST:
-        raise OptionError(f"{path}: expected {_WORDS[hint]} from 0 to 2⁶³ − 1, found {shown(data)}")
+        raise _FaultError(f"expected {_WORDS[hint]} from 0 to 2⁶³ − 1, found {shown(data)}")
     if choices is not None and data not in choices:
-        near = nearest(data, choices)
-        raise OptionError(f"{path}: unknown word {shown(data)}{near}; allowed: {', '.join(choices)}")
+        allowed = ", ".join(choices)
+        raise _FaultError(f"unknown word {shown(data)}{nearest(data, choices)}; allowed: {allowed}")
     return float(data) if hint is float else data
+
+
+def _read_measure(data: Any) -> float:
+    if type(data) not in (int, float) and data not in _NOT_FINITE:
+        raise _FaultError(f"expected {_WORDS[float]}, found {_kind(data)}")
+    return float(data)
 
 
 def _kind(data: Any) -> str:
