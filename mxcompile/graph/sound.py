@@ -40,9 +40,10 @@ def _is_sound(graph: fx.Graph) -> bool:
     for nodes in alike.values():
         op, target = nodes[0].op, nodes[0].target
         is_call = op == "call_function"
+        if not (callable(target) if is_call else all(map(_is_legal, nodes))):
+            return False
         filed = graph.find_nodes(op=op, target=target if is_call else None, sort=False)
-        are_legal = callable(target) if is_call else all(map(_is_legal, nodes))
-        if not are_legal or not set(filed).issuperset(nodes):
+        if not set(filed).issuperset(nodes):
             return False
     return True
 

@@ -41,9 +41,12 @@ def states(root: nn.Module) -> Iterator[tuple[str, Any, list[Group]]]:
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         if state is None or state._modules[0] is not module:
             continue
-        single = getattr(state, "_fsdp_param_group", None)  # before torch 2.12 a state has at most one group
+        param_groups = getattr(state, "_fsdp_param_groups", None)
+        if param_groups is None:  # torch before 2.12; later torch refuses this name for several groups
+            single = getattr(state, "_fsdp_param_group", None)
+            param_groups = [] if single is None else [single]
         members: list[Group] = []
-        for group in getattr(state, "_fsdp_param_groups", [] if single is None else [single]):
+        for group in param_groups:
             infos = ((entry._module_info, entry) for entry in group.fsdp_params)
             entries = [
                 (user_path(joined(paths[id(info.module)], info.param_name)), entry)

@@ -91,10 +91,10 @@ def factory_of(spec: str) -> Callable[..., Any] | None:
 def _factory(spec: str) -> Callable[..., Any]:
     """Returns the function that `spec` names, from an installed module or the working directory."""
     module_name, _, attribute = spec.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     try:
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.insert(0, here)
         module = importlib.import_module(module_name)
         if not hasattr(module, attribute):
             raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")

@@ -72,7 +72,7 @@ def _permuted(func: Any, x: MXTensor, *args: Any) -> MXTensor:
     if func is aten.permute.default:
         order = [dim % x.ndim for dim in args[0]]
     else:
-        first, second = args or (0, -1)
+        first, second = (dim % x.ndim for dim in args or (0, -1))  # PyTorch refuses others below
         order[first], order[second] = order[second], order[first]
     return x.with_parts(lambda part: func(part, *args), order.index(x.block_dim % x.ndim))
 

@@ -129,9 +129,7 @@ def test_every_gemm_is_held_to_its_operands_before_the_casts(bias: bool) -> None
     assert len(result.numerics.gemms) == 3
     for which, (a, b, constant) in cases.items():
         exact = a.detach().double() @ b.detach().double() + constant
-        left, right = (
-            reference.round_trip(x, dim, rounding="floor").double() for x, dim in ((a, -1), (b, -2))
-        )
+        left = reference.round_trip(a, -1, rounding="floor").double()
         right = reference.round_trip(b, -2, rounding="floor").double()
         cast = left @ right + constant
         row = gemm(result, which)

@@ -38,7 +38,11 @@ REFUSED = {
     "file as a folder": (["-o", "file/x.json"], "cannot be written: ", "is a file"),
     "folder as a file": (["-o", "folder.json"], "folder.json is a directory", "name a file in it"),
     "existing": (["-o", "there.json"], "there.json exists", "--force"),
-    "misspelt folder": (["-o", "reprots/deep/x.json"], "written: there is no folder", "reprots/deep"),
+    "misspelt folder": (
+        ["-o", "reprots/deep/x.json"],
+        "cannot be written: there is no folder",
+        "reprots/deep",
+    ),
     "no such file system": (["-o", "/proc/x.json"], "cannot be written: /proc: "),
 }
 COMMANDS = {

@@ -31,7 +31,8 @@ def generate(
 
 def product_of(result: CodegenResult) -> tuple[Launch, Kernel]:
     """The launch of the one product, and its kernel."""
-    (launch,) = (launch for launch in result.launches if launch.gemms and launch.generated)
+    (launch,) = (launch for launch in result.launches if launch.gemms)
+    assert launch.generated, launch.kernel
     return launch, result.kernel(launch)
 
 

@@ -58,7 +58,7 @@ def test_the_rate_is_attentions_in_bf16():
     assert (forward.work.product, backward.work.product) == ("flash", "flash_backward")
     peak, rates = TARGETS["sm_80"].peak, Rates.for_target(TARGETS["sm_80"])
     for launch in (forward, backward):
-        at_peak = launch.flops / (peak.tflops("bf16") * 1e6)
+        at_peak = launch.flops / (peak.dense_tflops["bf16"] * 1e6)
         assert launch.estimate.mma_us == pytest.approx(at_peak / rates[launch.work.product])
 
 

@@ -107,7 +107,7 @@ def test_where_the_library_of_nvfp4_overtakes_an_epilogue(target, ours):
     ours: what shared memory lets a tile of 128×128 reach.
     """
     peak, rates = TARGETS[target].peak, Rates.for_target(TARGETS[target])
-    lost_us = 2 / (peak.tflops("fp4") * 1e6) * (1 / min(ours, rates["own_fp4"]) - 1 / rates["fp4"])
+    lost_us = 2 / (peak.dense_tflops["fp4"] * 1e6) * (1 / min(ours, rates["own_fp4"]) - 1 / rates["fp4"])
     activation, residual = (
         num_bytes / (rates["memory"] * peak.bandwidth_gbs * 1e3) / lost_us for num_bytes in (4, 6)
     )

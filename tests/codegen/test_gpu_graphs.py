@@ -119,6 +119,7 @@ def test_fused_and_weight_only_products_are_the_templates(module):
     _, (w,) = common.quantized(128, 512, 1, TARGETS["sm_90"].scale_layout)
     stored = rendered(lambda *args: [graphs.weight_only(*args)], (x, *w), TARGETS["sm_90"])
     assert "weight_only.sums" in stored
+    assert "ON_TENSOR_CORES : tl.constexpr = True" in stored
 
 
 def test_row_of_a_graph_has_both_times(module, casts, monkeypatch):

@@ -56,7 +56,7 @@ def test_launches_end_at_products():
     peak = TARGETS["sm_100"].peak
     assert peak is not None
     assert product.num_bytes == BF16 * (M * K + N * K + M * N)
-    assert product.mma_us == pytest.approx(2 * M * N * K / (peak.tflops("bf16") * 1e6))
+    assert product.mma_us == pytest.approx(2 * M * N * K / (peak.dense_tflops["bf16"] * 1e6))
     rest = Counter({work.num_bytes: times for (kind, work), times in forward.items() if kind == "rest"})
     assert rest == {BF16 * 2 * M * K: 1, BF16 * 2 * M * N: 1}
 

@@ -16,6 +16,7 @@ from helpers.eager_backend import EagerBackend
 from helpers.made import Made
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import mxcompile
 from mxcompile import ops
@@ -257,7 +258,7 @@ def test_another_policy_at_compile_time_is_an_error():
     assert isinstance(getattr(error.value, "inner_exception", error.value), PolicyError)
 
 
-def test_gathers_of_modules_that_share_a_state_count_once():
+def test_gathers_of_modules_that_share_a_state_of_two_groups_count_once():
     """Also below a wrapper of checkpointing, whose path is not the user's."""
     layers = nn.Sequential(*(checkpoint_wrapper(nn.Linear(32, 32, bias=False)) for _ in range(2)))
     parameters = [
@@ -270,8 +271,12 @@ def test_gathers_of_modules_that_share_a_state_count_once():
         for wrapper in layers
     ]
     mesh = SimpleNamespace(shard_mesh_size=2)
-    group = SimpleNamespace(fsdp_params=parameters, mesh_info=mesh, post_forward_mesh_info=mesh)
-    state = SimpleNamespace(_modules=[*layers], _fsdp_param_groups=[group])
+    state = FSDPState()  # a state with several groups, as `shard_placement_fn` makes them
+    state._modules = (*layers,)
+    state._fsdp_param_groups = [
+        SimpleNamespace(fsdp_params=[entry], mesh_info=mesh, post_forward_mesh_info=mesh, _module_fqn="")
+        for entry in parameters
+    ]
     for layer in layers:
         layer._get_fsdp_state = lambda: state
     inputs = [GraphInput(path=f"{index}.weight", static=True) for index in range(2)]

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import mxcompile
+from mxcompile.compiler import rehearsal
 from mxcompile.errors import PolicyError
-from mxcompile.plan import repeats
+from mxcompile.plan import plan, repeats
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "layers.4.*"}, "use": "bf16"}]}
 
@@ -62,8 +63,13 @@ def by_name(report):
 
 
 def unfolded(monkeypatch, *args, **kwargs):
-    monkeypatch.setattr(repeats, "fold", repeats.keep_all)
-    return mxcompile.explain(*args, **kwargs)
+    """`explain` with every layer traced; if one is folded all the same, this fails."""
+    ways = tuple(way for way in plan._WAYS if way.leave_out is repeats.keep_all)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "_WAYS", ways)
+        patch.setattr(rehearsal, "fold", repeats.keep_all)
+        patch.setattr(repeats, "_fold_container", None)
+        return mxcompile.explain(*args, **kwargs)
 
 
 @pytest.mark.parametrize("training", [True, False])

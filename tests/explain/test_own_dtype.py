@@ -41,7 +41,7 @@ def test_fp32_is_called_fp32_and_takes_its_time():
     report = explained(torch.float32)
     assert {gemm.dtype for gemm in report.gemms} == {"float32"}
     for gemm in [gemm for gemm in report.gemms if gemm.name == "2"]:
-        assert gemm.estimate_us == pytest.approx(product_us(gemm, PEAK.tflops("fp32"), "fp32"))
+        assert gemm.estimate_us == pytest.approx(product_us(gemm, PEAK.dense_tflops["fp32"], "fp32"))
         assert gemm.estimate_us == gemm.estimate_bf16_us
     text = " ".join(str(report).split())
     assert "policy policy, model in FP32)" in text
@@ -56,7 +56,7 @@ def test_estimate_of_a_bf16_model_uses_bf16_rates():
     assert {gemm.dtype for gemm in report.gemms} == {"bfloat16"}
     for gemm in report.gemms:
         if gemm.name == "2":
-            assert gemm.estimate_us == pytest.approx(product_us(gemm, PEAK.tflops("bf16"), "bf16"))
+            assert gemm.estimate_us == pytest.approx(product_us(gemm, PEAK.dense_tflops["bf16"], "bf16"))
     assert "FP32" not in str(report)
 
 

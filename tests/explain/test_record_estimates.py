@@ -13,7 +13,8 @@ from mxcompile.report import GemmRecord, OperandFormat, Part, Report
 
 TOKENS, WIDTH = 8192, 4096
 TARGET = TARGETS["sm_100"]
-RATES = Rates.for_target(TARGET)
+PEAK, RATES = TARGET.peak, Rates.for_target(TARGET)
+assert PEAK is not None
 
 
 def gemm(name: str = "layers.0.up", **fields: object) -> GemmRecord:
@@ -42,33 +43,26 @@ def estimated(*gemms: GemmRecord) -> tuple[GemmRecord, ...]:
 
 def streamed(num_bytes: float) -> float:
     """Returns the time of a launch that moves bytes and computes nothing that takes longer."""
-    assert TARGET.peak is not None
-    return num_bytes / (TARGET.peak.bandwidth_gbs * 1e3 * RATES["memory"]) + RATES["launch_us"]
+    return num_bytes / (PEAK.bandwidth_gbs * 1e3 * RATES["memory"]) + RATES["launch_us"]
 
 
-def multiplied(tflops: float, kind: str) -> float:
+def multiplied(kind: str) -> float:
     """Returns the time of the product, which its FLOPs bound."""
-    return 2 * TOKENS * WIDTH * WIDTH / (tflops * 1e6 * RATES[kind]) + RATES["launch_us"]
+    return 2 * TOKENS * WIDTH * WIDTH / (PEAK.dense_tflops[kind] * 1e6 * RATES[kind]) + RATES["launch_us"]
 
 
 def test_forward_alone_casts_each_operand_once():
     (record_estimate,) = estimated(gemm())
     casts = sum(streamed((2 + 33 / 32) * numel) for numel in (TOKENS * WIDTH, WIDTH * WIDTH))
-    assert TARGET.peak is not None
-    assert record_estimate.estimate_bf16_us == pytest.approx(multiplied(TARGET.peak.tflops("bf16"), "bf16"))
-    assert record_estimate.estimate_us == pytest.approx(
-        multiplied(TARGET.peak.tflops("mxfp8"), "mxfp8") + casts
-    )
+    assert record_estimate.estimate_bf16_us == pytest.approx(multiplied("bf16"))
+    assert record_estimate.estimate_us == pytest.approx(multiplied("mxfp8") + casts)
 
 
 def test_a_training_step_shares_the_cast_of_an_operand():
     forward, backward = gemm(), gemm(gemm="wgrad", precision="bf16", formats=())
     record_estimate, _ = estimated(forward, backward)
     casts = sum(streamed((2 + 2 * 33 / 32) * numel) / 2 for numel in (TOKENS * WIDTH, WIDTH * WIDTH))
-    assert TARGET.peak is not None
-    assert record_estimate.estimate_us == pytest.approx(
-        multiplied(TARGET.peak.tflops("mxfp8"), "mxfp8") + casts
-    )
+    assert record_estimate.estimate_us == pytest.approx(multiplied("mxfp8") + casts)
 
 
 def test_siblings_share_the_cast_of_their_input():
@@ -92,8 +86,7 @@ def test_attention_keeps_its_scores_on_the_chip():
         formats=(),
     )
     (record_estimate,) = estimated(scores)
-    assert TARGET.peak is not None
     flops = 2 * 32 * TOKENS * TOKENS * 128
     backend = "cudnn" if TARGET.prefers_cudnn else "flash"
-    expected = flops / (TARGET.peak.tflops("bf16") * 1e6 * RATES[backend]) + RATES["launch_us"]
+    expected = flops / (PEAK.dense_tflops["bf16"] * 1e6 * RATES[backend]) + RATES["launch_us"]
     assert record_estimate.estimate_us == record_estimate.estimate_bf16_us == pytest.approx(expected)

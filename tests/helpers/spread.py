@@ -9,7 +9,7 @@ from torch import Tensor
 def spread(
     *shape: int, binades: int = 8, tile: tuple[int, int] = (1, 1), generator: torch.Generator | None = None
 ) -> Tensor:
-    """Normal values [.., m, n], FP32, times 2^p with p from −binades to binades for each tile of a matrix."""
+    """Normal values [.., m, n], FP32, times 2^p for each tile of a matrix: −binades ≤ p < binades."""
     *batch, m, n = shape
     rows, columns = tile
     tiles = (*batch, -(-m // rows), -(-n // columns))

@@ -23,10 +23,10 @@ WORDS = [
 @pytest.mark.parametrize("word", WORDS)
 def test_parts_of_a_copy_are_those_of_the_whole(word: str, dim: int):
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
-    amax = x.abs().amax().reshape(1) if "two-level" in word else None
+    amax = [x.abs().amax().reshape(1)] if "two-level" in word else None
 
     def cast(part: str, *scale: torch.Tensor) -> list[torch.Tensor]:
-        return ops.cast(x, [f"{word} @{dim} {part}"], None, 0, list(scale) or None, [amax])
+        return ops.cast(x, [f"{word} @{dim} {part}"], None, 0, list(scale) or None, amax)
 
     qdata, scale = cast("codes")
     (scales,) = cast("scales")

@@ -94,7 +94,9 @@ def test_users_of_torch_compile_see_other_errors(settings, message: str):
 
 def test_a_target_of_another_device_is_an_error_of_the_first_call():
     run = compiled(options={"target": "sm_100"})
-    with pytest.raises(BackendCompilerFailed, match="sm_100 does not run on cpu: the model is on") as caught:
+    with pytest.raises(
+        BackendCompilerFailed, match="target sm_100 does not run on cpu: the model is on"
+    ) as caught:
         run(torch.ones(2, 4))
     assert type(caught.value.inner_exception) is TargetError
 
@@ -231,7 +233,10 @@ def test_a_block_does_not_share_with_the_whole_model():
     ("settings", "message"),
     [
         ({"block": nn.Linear(1, 1)}, "Backend(block=…) needs root=…"),
-        ({"block": nn.Linear(1, 1), "root": Model()}, "is a Linear that root, a Model, does not contain"),
+        (
+            {"block": nn.Linear(1, 1), "root": Model()},
+            "Backend(block=…) is a Linear that root, a Model, does not contain",
+        ),
         ({"mode": "fast"}, "unknown mode 'fast'"),
         ({"polcy": "nvidia"}, "unknown option 'polcy' (did you mean 'policy'?)"),
     ],

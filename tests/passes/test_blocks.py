@@ -74,11 +74,13 @@ MADE: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
     "numbered names": (lambda: nn.ModuleDict({f"layer{i}": block() for i in (0, 1)}), stack("layer", 2, "")),
     "named parts": (lambda: nn.ModuleDict({"actor": block(), "critic": block()}), {}),
     "a dense layer before experts": (
-        lambda: Made(layers=nn.ModuleList(map(mixture, (0, 4, 4)))),
+        lambda: nn.ModuleDict({"layers": nn.ModuleList(map(mixture, (0, 4, 4)))}),
         stack("layers", 3),
     ),
     "stages": (
-        lambda: nn.ModuleList(Made(blocks=nn.ModuleList([block(w), block(w)])) for w in (16, 32)),
+        lambda: nn.ModuleList(
+            nn.ModuleDict({"blocks": nn.ModuleList([block(w), block(w)])}) for w in (16, 32)
+        ),
         stack("0.blocks", 2) | stack("1.blocks", 2),
     ),
     "widths that differ": (lambda: nn.ModuleList(block(w) for w in (16, 32, 48)), stack("", 3)),

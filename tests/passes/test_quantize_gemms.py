@@ -137,6 +137,16 @@ def test_products_with_a_contraction_of_one_go_back_to_multiplication():
     assert [(g.name, g.kernel) for g in report.gemms if g.k == 1] == [("1", "aten.mul")]
 
 
+def test_one_token_is_quantized_like_many():
+    step(nn.Linear(64, 48), features(1, 64).requires_grad_(), EagerBackend(policy=EVERYTHING))
+    (report,) = mxcompile.reports()
+    assert [(g.gemm, g.m, g.n, g.k, g.precision) for g in report.gemms] == [
+        ("fprop", 1, 48, 64, "mxfp8"),
+        ("dgrad", 1, 64, 48, "mxfp8"),
+        ("wgrad", 48, 64, 1, "mxfp8"),
+    ]
+
+
 def test_checkpointed_regions_recompute_their_casts():
     """What forward keeps is the same as in BF16: the region's input."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from helpers.eager_backend import EagerBackend
 from helpers.fresh import forget
 from helpers.made import Made
 from helpers.policies import policy, rule
-from helpers.reports import report_of
+from helpers.reports import all_gemms, report_of
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -58,6 +59,21 @@ def test_attention_counts_both_products_fused_or_not():
 def test_flops_of_a_layer_are_its_three_products():
     report = report_of(nn.Linear(64, 48), features(20, 64).requires_grad_())
     assert [gemm.flops for gemm in report.gemms] == [2 * 20 * 48 * 64] * 3
+
+
+def test_names_are_the_users_across_a_graph_break():
+    attention = functools.partial(nn.MultiheadAttention, WIDTH, 4, batch_first=True)
+
+    class Outer(Made, first=block, attn=attention):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return x + self.attn(x, x, x, need_weights=False)[0]
+
+    torch.compile(Outer(), backend=EagerBackend())(features(2, 9, WIDTH)).mean().backward()
+    names = {g.name for g in all_gemms()}
+    assert names >= {"first.0.b.a", "first.1.b.c", "attn.in_proj", "attn.out_proj"}
+    assert sum(report.summary.graph_breaks for report in mxcompile.reports()) == 1
 
 
 def test_blocks_with_different_decisions_are_compiled_separately():

@@ -183,7 +183,10 @@ def test_imported_embedding_targets_are_noted_as_not_gemms(tmp_path: Path):
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "no stage": ({"modifiers": 1}, "no modifiers: expected stages"),
-    "a modifier that is none": ({"q_stage": {"q_modifiers": {"X": 1}}}, "q_modifiers.X: expected a mapping"),
+    "a modifier that is none": (
+        {"q_stage": {"q_modifiers": {"X": 1}}},
+        "q_stage.q_modifiers.X: expected a mapping",
+    ),
     "numbers to ignore": (
         {"q_stage": {"q_modifiers": {"GPTQModifier": {"ignore": [1], "scheme": "FP8"}}}},
         "GPTQModifier.ignore: expected names or a list of names, found [1]",

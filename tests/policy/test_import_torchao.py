@@ -200,7 +200,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a configuration of no type": (
         {"a": {"x": 1}}, "a: expected null or a configuration with '_type', found {'x': 1}",
     ),
-    "a broken expression": ({"re:(": {"_type": "Int8WeightOnlyConfig"}}, "'re:(' is not a regular"),
+    "a broken expression": (
+        {"re:(": {"_type": "Int8WeightOnlyConfig"}}, "'re:(' is not a regular expression",
+    ),
     "a list": ([1], "expected a mapping of names"),
     "words to leave out": (
         {"quant_method": "torchao", "modules_to_not_convert": "head"},

@@ -180,7 +180,10 @@ def test_json_without_a_required_key_raises(path: str):
         ("[" * 100_000, "nested too deeply"),
         ('{"schema": 1, "schema": 1}', "the key 'schema' twice"),
         ('{"schema": NaN}', "NaN is not a JSON number"),
-        ('{"schema": 1, "gemms": [], "summary": {"pass_time_us": 1e999}}', "$.summary.pass_time_us: expec"),
+        (
+            '{"schema": 1, "gemms": [], "summary": {"pass_time_us": 1e999}}',
+            "$.summary.pass_time_us: expected",
+        ),
         (f'{{"schema": 1, "gemms": [], "summary": {{"graphs": {"9" * 5000}}}}}', "not JSON"),
     ],
 )

@@ -82,21 +82,25 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def row_of(table: mxcompile.StoredWeights, name: str) -> Any:
-    """What the table says of the weight whose name has `name` in it."""
-    (row,) = (row for row in table.weights if name in row.name)
+    """What the table says of the weight `name`."""
+    (row,) = (row for row in table.weights if row.name == name)
     return row
 
 
 def assert_same_logits(tokens: Tensor, first: nn.Module, *others: nn.Module) -> None:
+    assert others
     with torch.no_grad():
         logits = first(tokens).logits
-        assert all(torch.equal(other(tokens).logits, logits) for other in others)
+        for other in others:
+            assert torch.equal(other(tokens).logits, logits)
 
 
-def change_json(path: Path, **changes: Any) -> None:
-    """Change entries of a file; None takes one out."""
+def change_json(path: Path, *without: str, **changes: Any) -> None:
+    """Change entries of a file, and take out those named in `without`, which it must have."""
     whole = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
+    for name in without:
+        del whole[name]
+    path.write_text(json.dumps(whole))
 
 
 def assert_refused(message: str, folder: Path, *model: nn.Module) -> None:

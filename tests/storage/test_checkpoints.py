@@ -55,7 +55,7 @@ def small(device: str = "cpu") -> nn.Module:
 def stored(elem: torch.dtype = FP8) -> nn.Module:
     model = small()
     for layer in (model[0], model[2]):
-        weight = mxcompile.quantize(spread(*layer.weight.shape).to(BF16), elem_dtype=elem)
+        weight = mxcompile.quantize(spread(*layer.weight.shape, binades=9).to(BF16), elem_dtype=elem)
         layer.weight = nn.Parameter(weight, requires_grad=False)
     model.tied.weight = model[2].weight
     return model
@@ -120,7 +120,7 @@ def test_torchao_reads_and_writes_its_layout(tmp_path, elem):
     assert torch.equal(theirs["0.weight"].dequantize(), model[0].weight.dequantize())
     assert torch.equal(theirs["1.bias"], model[1].bias)
 
-    dense = {"m.weight": spread(64, 96).to(BF16), "m.bias": torch.randn(64, dtype=BF16)}
+    dense = {"m.weight": spread(64, 96, binades=9).to(BF16), "m.bias": spread(1, 64, binades=9)[0].to(BF16)}
     theirs_mx = TheirTensor.to_mx(dense["m.weight"], elem, 32)
     tensors, metadata = flatten_tensor_state_dict({"m.weight": theirs_mx, "m.bias": dense["m.bias"]})
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
@@ -420,7 +420,7 @@ def test_the_values_are_of_the_dtype_that_the_rest_of_the_checkpoint_has(tmp_pat
 
     model = llama().to(dtype)
     model.save_pretrained(tmp_path / "in")
-    change_json(tmp_path / "in/config.json", dtype=None)
+    change_json(tmp_path / "in/config.json", "dtype")
     convert(tmp_path / "in", tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}

@@ -41,7 +41,8 @@ def test_weights_in_four_bits_take_a_quarter_and_are_those_of_the_precision():
         weight = getattr(model.blocks[1], name).weight
         expected = mxcompile.quantize(dense[f"blocks.1.{name}.weight"], elem_dtype=FP4, **how)
         assert weight.form == expected.form
-        assert all(map(same_bytes, weight.parts, expected.parts))
+        for part, other in zip(weight.parts, expected.parts, strict=True):
+            assert same_bytes(part, other)
         assert weight.stored_bytes == weight.numel() * num_bytes + 4 * (name == "gate")
     assert str(table).startswith("6 of 7 weights in MXFP8, MXFP4 and NVFP4: ")
     precisions = {f"blocks.1.{name}.weight": precision for name, (precision, *_) in STORED.items()}

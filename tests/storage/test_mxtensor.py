@@ -46,7 +46,7 @@ ALL_WEIGHTS = pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 
 
 def bf16(*shape: int) -> Tensor:
-    return spread(*shape).to(BF16)
+    return spread(*shape, binades=9).to(BF16)
 
 
 def equal(tensor: Tensor, expected: Tensor) -> bool:

@@ -278,7 +278,7 @@ def test_a_weight_that_is_not_seen_is_named():
     model = Model()
     model.unused = nn.Linear(32, 32, dtype=BF16)
     _, table = quantized(model)
-    unused = row_of(table, "unused")
+    unused = row_of(table, "unused.weight")
     assert not unused.stored
     assert "no compiled product of the traced call" in unused.reason
 

@@ -116,16 +116,24 @@ def blame(
     )
 
 
-def _measure(of: str | None, effect: Effect) -> str:
-    """Returns the measure of the difference, `of` or the default. effect: of the reference on itself."""
+def _measure(wanted: str | None, effect: Effect) -> str:
+    """Returns the measure of the difference.
+
+    Args:
+        wanted: measure, None for gradients where this run has them, else the output, else the loss.
+        effect: effect of the reference on itself; a measure that this run does not have is None.
+
+    Raises:
+        ModelError: this run does not have the measure `wanted`.
+    """
     present = [name for name in MEASURES if getattr(effect, name) is not None]
-    measure = of or next((name for name in ("gradients", "output", "loss") if name in present), "output")
+    measure = wanted or next((name for name in ("gradients", "output", "loss") if name in present), "output")
     if measure not in present:
-        wanted = {
+        needs = {
             "output": "a floating-point tensor as its main output",
             "loss": f"a loss: {MAKE_A_LOSS}",
             "gradients": f"a loss that needs gradients: {MAKE_A_LOSS}",
         }
         has = f"this run has {' and '.join(present)}" if present else "this run has nothing to measure"
-        raise ModelError(f"blame of {measure!r} needs {wanted[measure]}; {has}")
+        raise ModelError(f"blame of {measure!r} needs {needs[measure]}; {has}")
     return measure

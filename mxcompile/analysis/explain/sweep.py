@@ -66,7 +66,8 @@ class Sweep:
         where = f"{', '.join(faster)} tokens"
         if not faster or len(faster) == len(self.points):
             where = "each number of tokens"
-        verdict = f"{self.words} is estimated {'no slower' if faster else 'slower'} than BF16 at {where}"
+        speed = "slower" if self.points and not faster else "no slower"
+        verdict = f"{self.words} is estimated {speed} than BF16 at {where}"
         return f"{self._title()}\nestimates, not measured\n\n{table}\n\n{verdict}"
 
     def _title(self) -> str:

@@ -191,7 +191,7 @@ class Compilation:
             passes.run(passes.joint_passes(context), graph)
         except UnsupportedError as error:
             if self.capture.cut:  # its rules may be for other parts
-                raise
+                raise error from None
             tags = (tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP)
             layers = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
             raise with_complaints(error, self.options.policy, layers) from None
