@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mxcompile.graph.opsets import COPIES, SIZED_VIEWS, VIEWS, argument, aten, packet, prims
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import size_or_none, tensor
 from mxcompile.ops.view import argument_of, result_of
 
 _COLLECTIVES = torch.ops._c10d_functional
@@ -54,7 +54,7 @@ def moved_rows(step: fx.Node) -> list[fx.Node] | None:
     rows = tensor(argument(step)) if op is aten.permute or op in SIZED_VIEWS else None
     if value is None or rows is None or not isinstance(value.shape[-1], int):
         return None
-    if value.shape[-1] != rows.shape[-1]:
+    if value.shape[-1] != size_or_none(rows.shape[-1]):
         return None
     if op is aten.permute and argument_of(step, "dims")[-1] % value.ndim != value.ndim - 1:
         return None
@@ -122,4 +122,4 @@ def _masked(step: fx.Node) -> list[fx.Node] | None:
     if value is None or shown is None or not isinstance(rows, fx.Node) or not is_zero(other):
         return None
     same = tensor(rows) is not None and tensor(rows).ndim == value.ndim  # type: ignore[union-attr]
-    return [rows] if same and shown.ndim == value.ndim and shown.shape[-1] == 1 else None
+    return [rows] if same and shown.ndim == value.ndim and size_or_none(shown.shape[-1]) == 1 else None

@@ -17,7 +17,7 @@ from torch import fx
 
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import Kind, tags_of, tensor, value_of
+from mxcompile.graph.tags import Kind, size_or_none, tags_of, tensor, value_of
 from mxcompile.ops.view import argument_of
 from mxcompile.passes.roles.axes import axes, data_operand, features
 from mxcompile.passes.roles.flow import Depends
@@ -231,13 +231,14 @@ class FeedsSweep:
 
     def _is_gate(self, node: fx.Node) -> bool:
         """Whether `node` multiplies two results of products elementwise, neither with a single feature."""
-        for side in node.all_input_nodes:  # each once
-            value, origins = tensor(side), self.feeds.of_value.get(side, _NOTHING)
-            if value is None or not value.ndim or value.shape[-1] == 1:
-                return False
-            if not any(m & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, m in origins.items()):
-                return False
-        return len(node.all_input_nodes) == 2
+        return len(node.all_input_nodes) == 2 and all(map(self._can_gate, node.all_input_nodes))
+
+    def _can_gate(self, side: fx.Node) -> bool:
+        """Whether `side` comes from a product and has several features, or a number that depends on data."""
+        value, origins = tensor(side), self.feeds.of_value.get(side, _NOTHING)
+        if value is None or not value.ndim or size_or_none(value.shape[-1]) == 1:
+            return False
+        return any(m & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, m in origins.items())
 
     def _matmul(self, node: fx.Node, kind: Kind) -> Marks:
         feeds = self.feeds

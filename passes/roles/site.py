@@ -155,15 +155,32 @@ class Site:
 
 
 def _divides_features(product: fx.Node) -> bool:
-    """Whether the batch dimensions of `product` come from its input's features, and not from its tokens."""
-    node = data_operand(product)
-    num_dims = value_of(node).ndim
-    batch, features = frozenset(range(num_dims - 2)), frozenset({num_dims + contracted(product)})
-    while packet(node) in TRANSPARENT and isinstance(source := node.args[0], fx.Node):
+    """Whether `product` is by a block-diagonal matrix: its batch dimensions divide features on both sides."""
+    column = contracted(product)  # of the result, as in the input
+    node, (batch, features) = data_operand(product), _divided(data_operand(product), column)
+    while not batch & features:
+        if packet(node) not in TRANSPARENT or not isinstance(source := node.args[0], fx.Node):
+            return False
         batch, features = before(node, source, batch), before(node, source, features)
-        if batch & features:
-            return True
         node = source
+    return _joins(product, *_divided(product, column))
+
+
+def _divided(node: fx.Node, column: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Returns the batch dimensions of `node`, of a batched product, and its dimension `column`."""
+    num_dims = value_of(node).ndim
+    return frozenset(range(num_dims - 2)), frozenset({num_dims + column})
+
+
+def _joins(node: fx.Node, batch: frozenset[int], features: frozenset[int]) -> bool:
+    """Whether a view of `node` has a dimension made of a dimension in `batch` and one in `features`."""
+    for user in node.users:
+        if packet(user) not in TRANSPARENT or (value := tensor(user)) is None:
+            continue
+        origins = {dim: before(user, node, frozenset({dim})) for dim in range(value.ndim)}
+        after = [frozenset(dim for dim, old in origins.items() if old & dims) for dims in (batch, features)]
+        if after[0] & after[1] or _joins(user, *after):
+            return True
     return False
 
 

@@ -125,6 +125,26 @@ def test_a_block_diagonal_matrix_does_not_make_its_neighbours_experts():
     assert {name: layer_roles[name] for name in ("up", "down")} == {"up": "ffn_in", "down": "ffn_out"}
 
 
+class _FusedExperts(Made, gate=(WIDTH, 4), up=(WIDTH, 4 * 16)):
+    """Experts that all run for each token; one layer with an activation holds their first layers."""
+
+    def __init__(self, combine: str) -> None:
+        super().__init__(combine=combine, down=nn.Parameter(torch.randn(4, 16, WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.gelu(self.up(x)).unflatten(-1, (4, 16))
+        results, gates = torch.einsum("btef,efd->bted", inner, self.down), self.gate(x).softmax(-1)
+        if self.combine == "product":
+            return x + torch.einsum("bte,bted->btd", gates, results)
+        return x + (results.mean(-2) if self.combine == "mean" else (gates[..., None] * results).sum(-2))
+
+
+@pytest.mark.parametrize("combine", ["sum", "product", "mean"])
+def test_experts_whose_first_layers_are_one_are_experts(combine: str):
+    layer_roles = roles(_FusedExperts(combine), tokens())
+    assert {name: layer_roles[name] for name in ("up", "down")} == {"up": "expert_in", "down": "expert_out"}
+
+
 class _Best(nn.Module):
     """Scores whose maximum is taken: for where it is, which picks a weight, or for its value alone."""
 

@@ -134,3 +134,26 @@ def test_rows_picked_in_any_way_are_unknown_and_quantized(way: str) -> None:
     torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-4)
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-3)
+
+
+SCALED: dict[str, Callable[..., Tensor]] = {
+    "all values": lambda y, gate, mask: y.flatten()[mask.repeat(WIDTH)] * 2.0,
+    "features": lambda y, gate, mask: y[:, mask[:WIDTH]] * 2.0,
+    "a square": lambda y, gate, mask: y[:, mask[:WIDTH]].square(),
+    "a gate": lambda y, gate, mask: y[:, mask[:WIDTH]] * gate[:, mask[:WIDTH]],
+    "zeros": lambda y, gate, mask: torch.where(
+        (kept := y[:, mask[:WIDTH]]) > 0, kept, torch.zeros_like(kept)
+    ),
+}
+"""By name, how features that a mask picks are used, elementwise."""
+
+
+@pytest.mark.parametrize("way", SCALED)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_features_picked_by_a_mask_need_no_guard(way: str) -> None:
+    class Masked(Made, up=(WIDTH, WIDTH), gate=(WIDTH, WIDTH)):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return SCALED[way](self.up(x), self.gate(x), mask)
+
+    report = report_of(Masked(), torch.randn(100, WIDTH), torch.rand(100) > 0.5)
+    assert {gemm.name for gemm in report.gemms} >= {"up"}
