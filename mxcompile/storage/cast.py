@@ -12,6 +12,7 @@ from mxcompile.formats import Format, stored_form
 from mxcompile.formats.encoding import encode_stored, scale_shape, tensor_amax
 from mxcompile.formats.numerics import check_source
 from mxcompile.formats.two_level import gain
+from mxcompile.storage.pages import on_huge_pages
 from mxcompile.storage.tensor import MXTensor
 
 _CHUNK = 1 << 19
@@ -80,7 +81,7 @@ def empty(
     whole = torch.empty([1] * len(shape), dtype=torch.float32, device=device) if form.two_level else None
     elements, blocks = list(shape), scale_shape(shape, dim, form.tile)
     elements[dim] //= form.elem.per_byte
-    qdata = torch.empty(elements, dtype=form.stored_dtype, device=device)
+    qdata = on_huge_pages(torch.empty(elements, dtype=form.stored_dtype, device=device))
     scale = torch.empty(blocks, dtype=form.scale.stored_dtype, device=device)
     return MXTensor(qdata, scale, dim % len(elements) - len(elements), dtype, whole)
 
