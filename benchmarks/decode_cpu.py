@@ -38,8 +38,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import mxcompile
+from mxcompile.formats import TWO_LEVEL, Format, stored_form
 from mxcompile.lowering.cpu.features import features
+from mxcompile.storage.cast import cast
 
 SHAPES = ("14336x4096", "4096x14336", "8192x8192")
 ROWS = (1, 2, 4, 8, 16, 512)
@@ -53,13 +54,13 @@ BYTES = {
 }  # fmt: skip
 """Bytes per element of a weight, with block scales; the row scales of int8 are not counted."""
 
-STORED: dict[str, dict[str, Any]] = {
-    "mxfp8": {"elem_dtype": torch.float8_e4m3fn},
-    "mxint8": {"elem_dtype": torch.int8},
-    "mxfp4": {"elem_dtype": torch.float4_e2m1fn_x2},
-    "nvfp4": {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"},
+STORED = {
+    "mxfp8": stored_form(torch.float8_e4m3fn),
+    "mxint8": stored_form(torch.int8),
+    "mxfp4": stored_form(torch.float4_e2m1fn_x2),
+    "nvfp4": stored_form(torch.float4_e2m1fn_x2, TWO_LEVEL),
 }
-"""Arguments of `mxcompile.quantize`, by precision."""
+"""Formats of weights, by precision."""
 
 INTEGERS = {
     "version": 1,
@@ -76,10 +77,14 @@ PEERS = {
 """Ways that serve as references of ratios, and their names in the keys of a row."""
 
 
-def _stored(weight: Tensor, how: dict[str, Any]) -> nn.Module:
-    """Returns a linear layer whose weight is stored quantized. how: arguments of `mxcompile.quantize`."""
+def _stored(weight: Tensor, form: Format, *, small_pages: bool = False) -> nn.Module:
+    """Returns a linear layer with the weight [N, K] stored in `form`, as by `quantize_weights_`.
+
+    small_pages: without the huge pages of `quantize_weights_`.
+    """
+    stored = cast(weight, -1, form)
     linear = _dense(weight)
-    linear.weight = nn.Parameter(mxcompile.quantize(weight, **how), requires_grad=False)
+    linear.weight = nn.Parameter(stored.clone() if small_pages else stored, requires_grad=False)
     return linear
 
 
@@ -152,11 +157,17 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
         "bf16 inductor, frozen": torch.compile(_dense(weight), dynamic=False, options={"freezing": True}),
         **{
             f"mxcompile {word}": torch.compile(
-                _stored(weight, how), backend="mxfp8", dynamic=False, options={"policy": "bf16"}
+                _stored(weight, form), backend="mxfp8", dynamic=False, options={"policy": "bf16"}
             )
-            for word, how in STORED.items()
+            for word, form in STORED.items()
         },
     }
+    ways["mxcompile mxfp8, small pages"] = torch.compile(
+        _stored(weight, STORED["mxfp8"], small_pages=True),
+        backend="mxfp8",
+        dynamic=False,
+        options={"policy": "bf16"},
+    )
     ways["mxcompile mxint8, activations too"] = torch.compile(
         _stored(weight, STORED["mxint8"]), backend="mxfp8", dynamic=False, options={"policy": INTEGERS}
     )
