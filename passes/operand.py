@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from mxcompile.formats import Tile
 from mxcompile.graph.build import Builder
@@ -36,7 +37,7 @@ from mxcompile.graph.opsets import (
 )
 from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import tensor, value_of
+from mxcompile.graph.tags import lies_in_order, tensor, value_of
 from mxcompile.graph.transpose import transpose
 from mxcompile.ops.view import Decode
 
@@ -130,7 +131,7 @@ def _rows(image: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
     """Returns the pixels of `image` [n, c, *s] as rows [n·s, c]; a view if channels are innermost."""
     rank = image.meta["val"].ndim
     last = build.call(aten.permute.default, image, [0, *range(2, rank), 1], like=node)
-    if not last.meta["val"].is_contiguous():
+    if not lies_in_order(last.meta["val"]):
         last = build.call(aten.clone.default, last, like=node, memory_format=torch.contiguous_format)
     return build.call(aten.view.default, last, [-1, image.meta["val"].shape[1]], like=node)
 
@@ -152,6 +153,6 @@ def _image(product: fx.Node, image: fx.Node, wanted: torch.Tensor, build: Builde
     sizes: list[Any] = [build.size(image, dim, like=node) for dim in (0, *range(2, rank))]
     last = build.call(aten.view.default, product, [*sizes, wanted.shape[1]], like=node)
     result = build.call(aten.permute.default, last, [0, rank - 1, *range(1, rank - 1)], like=node)
-    if result.meta["val"].stride() == wanted.stride():
+    if statically_known_true(sym_eq(result.meta["val"].stride(), wanted.stride())):
         return result
     return build.call(aten.clone.default, result, like=node, memory_format=torch.contiguous_format)

@@ -36,7 +36,8 @@ class Share:
             region = node.meta.get("recompute"), node.meta.get("ac_graph_id")
             key = node.target, _frozen(node.args), _frozen(node.kwargs), region
             original = first.setdefault(key, node)
-            if original is not node:
+            # a mask read twice is two unknown sizes in the graph, but fake tensors remember one for each mask
+            if original is not node and not any(user.meta.get("unbacked_bindings") for user in node.users):
                 node.replace_all_uses_with(original)
                 graph.erase_node(node)
 

@@ -17,7 +17,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
-from mxcompile.graph.tags import value_of
+from mxcompile.graph.tags import lies_in_order, value_of
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import CppNames
 from mxcompile.ops.view import Product
@@ -61,7 +61,7 @@ def lower_matmul(
 def _across(node: fx.Node) -> tuple[bool, bool]:
     """Returns for each operand of the product `node` whether codes along K are strided in memory."""
     product = Product.read(node)
-    return not value_of(product.a).is_contiguous(), value_of(product.b).is_contiguous()
+    return not lies_in_order(value_of(product.a)), lies_in_order(value_of(product.b))
 
 
 def _laid_out(side: Sequence[ir.TensorBox], *, transposed: bool) -> Sequence[ir.TensorBox]:

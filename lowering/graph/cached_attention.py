@@ -26,7 +26,7 @@ from mxcompile.graph import dead
 from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import SIZED_VIEWS, TRANSPARENT, argument, aten, packet
-from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor, value_of
+from mxcompile.graph.tags import Kind, hint, lies_in_order, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.attention_forms import MOST_DIMS, form
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
@@ -92,7 +92,7 @@ class CachedAttention(LoweringPass):
             return False
         query, sides = value_of(argument(node, 0)), [value_of(part[0]) for part in _parts(node) or ()]
         return all(
-            side.dtype is query.dtype and side.is_contiguous() and hint(side.shape[2]) >= _LEAST_KEYS
+            side.dtype is query.dtype and lies_in_order(side) and hint(side.shape[2]) >= _LEAST_KEYS
             for side in sides
         )
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
+from mxcompile.graph.tags import hint, is_empty, lies_in_order, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES
@@ -62,4 +62,4 @@ class Integer(LoweringPass):
             return False
         if is_empty((*out.shape, a.shape[1])) or hint(out.shape[0]) <= MOST_ROWS:
             return False
-        return all(side.is_contiguous() or side.t().is_contiguous() for side in (a, b))
+        return all(lies_in_order(side) or lies_in_order(side.t()) for side in (a, b))

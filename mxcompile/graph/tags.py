@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true, sym_eq
 
 from mxcompile.formats import Format
 from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Sent
@@ -226,6 +227,14 @@ def hint(size: Any) -> int:
     """Returns `size_or_none` of `size`, or 1 if it is unknown, for estimates that need a number."""
     value = size_or_none(size)
     return 1 if value is None else value
+
+
+def lies_in_order(value: torch.Tensor) -> bool:
+    """Whether `value` surely is contiguous; a size that data decides gets no guard."""
+    if not free_unbacked_symbols(value):
+        return value.is_contiguous()
+    strides = [math.prod(value.shape[dim + 1 :]) for dim in range(value.ndim)]
+    return statically_known_true(sym_eq([*value.stride()], strides))
 
 
 def numel(shape: Iterable[Any]) -> int:

@@ -226,21 +226,28 @@ def test_many_rows_of_bf16_run_in_integers_on_avx2(dynamic: bool, monkeypatch: p
     assert_near(outputs, eager)
 
 
-def test_all_products_of_training_run_in_integers(monkeypatch: pytest.MonkeyPatch):
-    """Gradients and outputs are those of the products of dequantized operands."""
+@pytest.mark.parametrize("picked", [False, True], ids=["all rows", "rows that a mask picks"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_products_of_training_run_in_integers(picked: bool, monkeypatch: pytest.MonkeyPatch):
+    """Gradients and outputs are those of the products of dequantized operands.
+
+    Of an unknown number of rows, only the gradient of the weight has the integers.
+    """
     model, x = FeedForward(160, 330).bfloat16(), torch.randn(70, 160, dtype=BF16)
+    mask = torch.rand(70) > 0.2
     results = {}
     for reason in ("another is faster", ""):
         set_target(monkeypatch, reason)
         torch._dynamo.reset()
         model.zero_grad()
         x = x.detach().requires_grad_()
-        out = torch.compile(model, backend="mxfp8", options={"policy": "mxint8"})(x)
+        call = (lambda x: model(x[mask])) if picked else model
+        out = torch.compile(call, backend="mxfp8", options={"policy": "mxint8"}, fullgraph=True)(x)
         out.square().mean().backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         results[reason] = [tensor.float() for tensor in (out.detach(), x.grad, *gradients)]
         kernels = {gemm.gemm: gemm.kernel for gemm in mxcompile.reports()[-1].gemms}
-        name = "aten." if reason else "mx_integer_mm C++"
         assert set(kernels) == {"fprop", "dgrad", "wgrad"}
-        assert all(kernel.startswith(name) for kernel in kernels.values()), kernels
+        integers = {gemm for gemm, name in kernels.items() if name.startswith("mx_integer_mm C++")}
+        assert integers == (set() if reason else {"wgrad"} if picked else set(kernels)), kernels
     assert_near(*reversed(results.values()))

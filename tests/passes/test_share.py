@@ -70,3 +70,16 @@ def test_operators_that_no_pass_made_and_gemms_stay():
     sums = [hand.call(aten.add.Tensor, x, w) for _ in range(2)]
     graph = hand.output(*sums, *(hand.gemm(aten.mm.default, x, w) for _ in range(2)))
     assert_unchanged(Share(), graph)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_masks_that_decide_sizes_stay():
+    """Fake tensors remember one size for each mask, where the graph has one for each reading of it."""
+    x, weight, mask = torch.randn(6, 8), torch.randn(8, 4), torch.rand(16) > 0.3
+
+    def pruned(x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x[:, mask[:8]] @ weight[mask[:8]]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(pruned, backend="mxfp8", options={"policy": "bf16"}, fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight, mask), pruned(x, weight, mask))

@@ -13,7 +13,7 @@ from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
 from helpers.made import Made
 from helpers.policies import rule
-from helpers.reports import report_of
+from helpers.reports import EVERYTHING, report_of
 from torch import Tensor
 
 import mxcompile
@@ -157,3 +157,20 @@ def test_features_picked_by_a_mask_need_no_guard(way: str) -> None:
 
     report = report_of(Masked(), torch.randn(100, WIDTH), torch.rand(100) > 0.5)
     assert {gemm.name for gemm in report.gemms} >= {"up"}
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_convolution_over_picked_tokens_needs_no_guard() -> None:
+    class Convolved(Made, up=(WIDTH, WIDTH), mix=lambda: torch.nn.Conv1d(WIDTH, WIDTH, 1)):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.mix(self.up(x)[mask].T[None])
+
+    model, x, mask = Convolved(), torch.randn(100, WIDTH), torch.rand(100) > 0.5
+    report = report_of(model, x, mask, policy=EVERYTHING)
+    assert {(gemm.name, gemm.precision) for gemm in report.gemms} == {("up", "mxfp8"), ("mix", "mxfp8")}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with reference_linears(model, report):
+        model(x, mask).sum().backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0.1, atol=1.0)

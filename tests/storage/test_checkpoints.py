@@ -347,6 +347,7 @@ OF_TORCHAO = "torchao has MXFP8 e4m3, MXFP8 e5m2 and MXFP4 e2m1 only"
         ("compressed-tensors", NVFP4, (96, 40), r"whole blocks of 16 only \(k=40\)"),
         ("torchao", NVFP4, (96, 64), OF_TORCHAO),
         ("torchao", {"elem_dtype": INT8}, (96, 64), OF_TORCHAO),
+        ("mxfp8", {"elem_dtype": INT8}, (96, 64), "mxfp8 has MXFP8 e4m3 only"),
     ],
 )
 def test_weight_unsupported_by_the_layout_is_refused(tmp_path, layout, how, shape, message):

@@ -223,8 +223,9 @@ class Blamed(MeasuredPolicy, Findings):
             name = spelled(part.layers) or "(root)"
             rows += [(name, row) for row in (part, *of_layers.get(part.layers, ()))]
         headers = ["layer", "GEMMs", "of all", *measures, *(["without"] if left_out else [])]
-        table, whole = [headers], self.whole.on(self.measure).size
+        table = [headers]
         for name, part in rows if self.parts else []:
+            whole = self.whole.on(self.measure).size
             size = None if part.alone is None else part.alone.on(self.measure).size
             share = "" if size is None or whole in (0.0, float("inf")) else f"{size / whole:.0%}"
             cells = ["" if part.alone is None else str(part.alone.on(measure)) for measure in measures]
