@@ -78,7 +78,8 @@ class FileLayout:
             return f"{self.name} has blocks along the last dimension only"
         if weight.form.stored not in self.forms:
             *names, last = (f"{stored_precision(form).label} {form.elem}" for form in self.forms)
-            return f"{self.name} has {' and '.join(filter(None, (', '.join(names), last)))} only"
+            supported = f"{', '.join(names)} and {last}" if names else last
+            return f"{self.name} has {supported} only"
         if weight.shape[-1] % weight.form.tile.along:
             return f"{self.name} has whole blocks of {weight.form.tile.along} only (k={weight.shape[-1]})"
         if self.of_modules and "." not in weight.name:

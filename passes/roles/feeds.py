@@ -234,7 +234,7 @@ class FeedsSweep:
         return len(node.all_input_nodes) == 2 and all(map(self._can_gate, node.all_input_nodes))
 
     def _can_gate(self, side: fx.Node) -> bool:
-        """Whether `side` comes from a product and has several features, or a number that depends on data."""
+        """Whether `side` comes from a product and does not have exactly one feature."""
         value, origins = tensor(side), self.feeds.of_value.get(side, _NOTHING)
         if value is None or not value.ndim or size_or_none(value.shape[-1]) == 1:
             return False

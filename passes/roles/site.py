@@ -155,7 +155,7 @@ class Site:
 
 
 def _divides_features(product: fx.Node) -> bool:
-    """Whether `product` is by a block-diagonal matrix: its batch dimensions divide features on both sides."""
+    """Whether `product` multiplies by a block-diagonal matrix: input and result are features in blocks."""
     column = contracted(product)  # of the result, as in the input
     node, (batch, features) = data_operand(product), _divided(data_operand(product), column)
     while not batch & features:
@@ -167,7 +167,7 @@ def _divides_features(product: fx.Node) -> bool:
 
 
 def _divided(node: fx.Node, column: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Returns the batch dimensions of `node`, of a batched product, and its dimension `column`."""
+    """Returns the batch dimensions of `node`, of a product or its input, and the dimension `column`."""
     num_dims = value_of(node).ndim
     return frozenset(range(num_dims - 2)), frozenset({num_dims + column})
 

@@ -28,7 +28,7 @@ BUDGETS = {
     "mxcompile/analysis/explain": 880,
     "mxcompile/analysis/study": 1_188,
     "mxcompile/analysis/tune": 518,
-    "mxcompile/checkpoint": 2_514,
+    "mxcompile/checkpoint": 2_515,
     "mxcompile/cli": 1_443,
     "mxcompile/compiler": 652,
     "mxcompile/compiler/calls": 736,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxcompile.formats import stored_form
 from mxcompile.storage.cast import cast
@@ -52,7 +54,16 @@ def test_memory_that_was_in_use_has_huge_pages():
     assert not tensor[1 << 23 : -(1 << 23)].any()
 
 
-def test_small_tensors_and_tensors_on_a_device_stay_as_they_are():
-    for tensor in (torch.ones(1000), torch.empty(SIZE, device="meta")):
-        assert on_huge_pages(tensor) is tensor
-    assert torch.ones(1000).equal(on_huge_pages(torch.ones(1000)))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(1000),
+        lambda: torch.empty(SIZE, device="meta"),
+        lambda: FakeTensorMode().from_tensor(torch.empty(SIZE, dtype=torch.uint8)),
+    ],
+    ids=["small", "on a device", "fake"],
+)
+def test_memory_of_other_tensors_is_left_alone(make, monkeypatch: pytest.MonkeyPatch):
+    tensor = make()
+    monkeypatch.setattr(ctypes, "CDLL", None)  # no call of madvise
+    assert on_huge_pages(tensor) is tensor
