@@ -16,7 +16,7 @@ from mxcompile import ops
 
 ORDER = {
     "attention": ("templates.cached_attention", "cpu.attention"),
-    "cast": ("templates.operand_casts", "templates.casts", "templates.fp8_casts", "templates.fp4_casts"),
+    "cast": ("templates.casts", "templates.fp8_casts", "templates.fp4_casts"),
     "cast_statistics": ("templates.statistics", "cpu.statistics"),
     "largest": ("templates.fp4_casts", "inductor.scales"),
     "matmul": ("templates.scaled_mm", "cpu.integer_mm"),

@@ -101,9 +101,7 @@ class WeightOnlyChoices:
 
 
 NO_ROW = Unsupported(reason="no tile sizes are listed for the chip")
-VALUES = Unsupported(
-    reason="no MX GEMM to cast for; products read the dequantized values of templates.operand_casts"
-)
+VALUES = Unsupported(reason="no MX GEMM to cast for; products read the dequantized values of templates.casts")
 NO_FP4 = Unsupported(reason="no GEMM with packed FP4 operands to cast for")
 EMULATED = Unsupported(reason="no block-scaled MMA; dequantized operands and the BF16 GEMM are faster")
 NO_TENSOR_MEMORY = Unsupported(reason="no tensor memory; scaled_mm's pointer form is its fastest")

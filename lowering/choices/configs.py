@@ -6,7 +6,7 @@ names a target that is not the machine's chip.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any, TypeVar
@@ -232,24 +232,24 @@ def light(used: Iterable[str]) -> bool:
     return _LIGHT.issuperset(used)
 
 
-def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
-    """Returns the tile of a cast in `layout`, small enough to leave registers for its producer.
+def cast(
+    target: Target, forms: Mapping[str, str], sources: int, *, packed: bool, scattered: bool
+) -> TileConfig:
+    """Returns the tile of a cast, small enough to leave registers for its producer.
 
-    layout: "rowwise", "columnwise", "both" or "two". packed: whether two elements share a register, and the
-    producer is light.
+    forms: the copies along "ROWS" and "COLUMNS", or "none". sources: number of matrices. packed: whether
+    two elements share a register, and the producers are light. scattered: whether rows start anywhere, or
+    are padded to blocks, so that each element needs an address in a register.
     """
-    if layout == "two":
-        return _OF_TWO if packed else replace(_OF_TWO, block_n=64, num_warps=2)
-    tile: TileConfig = getattr(chosen(target.tiles.quantize, "quantize", target), layout)
-    warps = ceil(tile.block_m * tile.block_n / (_PER_THREAD * (2 if packed else 1))) // target.warp_size
-    return replace(tile, num_warps=warps if packed else max(tile.num_warps, warps))
-
-
-def operand_cast(target: Target, sources: int, *, packed: bool, gathered: bool) -> TileConfig:
-    """Returns the tile of the casts of an emulated product: a warp has whole blocks in both directions.
-
-    sources: number of matrices. packed: whether two elements share a register, and the producers are light.
-    gathered: whether rows start anywhere, so that each element needs an address in a register.
-    """
-    halvings = (sources > 1 and not packed and target.max_registers < 512) + gathered
-    return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)
+    if target.emulates:  # a warp has whole blocks in both directions
+        halvings = (sources > 1 and not packed and target.max_registers < 512) + scattered
+        return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)
+    if sources > 1:
+        tile = _OF_TWO if packed else replace(_OF_TWO, block_n=64, num_warps=2)
+    else:
+        choices = chosen(target.tiles.quantize, "quantize", target)
+        tile = choices.rowwise if forms["COLUMNS"] == "none" else choices.columnwise
+        tile = tile if "none" in forms.values() else choices.both
+        warps = ceil(tile.block_m * tile.block_n / (_PER_THREAD * (2 if packed else 1))) // target.warp_size
+        tile = replace(tile, num_warps=warps if packed else max(tile.num_warps, warps))
+    return replace(tile, num_warps=tile.num_warps * (2 if scattered else 1))

@@ -21,16 +21,14 @@ NO_REASONS: Reasons = {}
 EMPTY = "a dimension is empty"
 """Reason for products without elements."""
 
-NATIVE = ("templates.casts", "templates.scaled_mm", "templates.scaled_grouped_mm")
+CASTS = ("templates.casts",)
+"""Templates of MXFP8 casts."""
+
+NATIVE = (*CASTS, "templates.scaled_mm", "templates.scaled_grouped_mm")
 """Templates of MX products, and of casts of their operands."""
 
 FP8_CASTS = ("templates.fp8_casts",)
 """Templates of casts with FP32 scales."""
-
-
-def cast_templates(target: Target) -> tuple[str, ...]:
-    """Returns the templates of MXFP8 casts on `target`; to values for the vendor's GEMM if it emulates."""
-    return ("templates.casts", "templates.operand_casts") if target.emulates else NATIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,11 +41,11 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.choices.configs import is_one_matrix
 from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.graph.lowering_pass import (
+    CASTS,
     FP8_CASTS,
     NO_REASONS,
     LoweringPass,
     Reasons,
-    cast_templates,
 )
 from mxcompile.ops.view import Cast, Decode, result_of, results_of
 
@@ -80,7 +80,7 @@ class MergeCasts(LoweringPass):
     def obstacle(self) -> str:
         """The reason why the templates of casts cannot be used, or ""."""
         of_fp8 = FP8_CASTS if self.target.fp8_tiles else ()
-        return optional.obstacle(*cast_templates(self.target), *of_fp8)
+        return optional.obstacle(*CASTS, *of_fp8)
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges the casts of `graph`, each at the first cast of its tensor."""

@@ -25,7 +25,7 @@ from mxcompile.graph.tags import hint, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices import packing
 from mxcompile.lowering.choices.epilogue import is_pointwise
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons, cast_templates
+from mxcompile.lowering.graph.lowering_pass import CASTS, NO_REASONS, LoweringPass, Reasons
 from mxcompile.ops.view import Casts
 
 _MOST_LEAVES, _SHARED_LEAVES = 3, 2
@@ -58,7 +58,7 @@ class MergeSiblingCasts(LoweringPass):
     @property
     def obstacle(self) -> str:
         """The reason why the templates of casts cannot be used, or ""."""
-        return optional.obstacle(*cast_templates(self.target))
+        return optional.obstacle(*CASTS)
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges pairs of casts in `graph`, each at its first cast."""

@@ -1,8 +1,15 @@
-"""Inductor template of MX casts: one read of a matrix, and its copy along rows, along columns or both.
+"""Inductor template of MXFP8 casts: one read of a matrix, and all its copies.
 
-    x[m, n]  →  codes and scale bytes                     the cast itself is ``lowering.kernels.tiles``
+    x[m, n]  →  along rows and along columns: codes and scale bytes, or values, or nothing
+                values of squares, which are the same in both directions
     x        ←  prologue                                  the producer, computed in place of a load of x, and
                                                           rounded to the dtype in which x would be stored
+
+    values   =  element · 2^(byte − 127), rounded once to the dtype of the BF16 or FP32 product
+
+Values are for chips without an MX GEMM. They never become FP8: arithmetic rounds them (`tiles.rounded`), with
+two in a register if the chip supports it (`packed`). The kernel can also cast a second matrix whose producer
+reads the same tensors.
 
 A template has one output; the other results are buffers that it writes. A tile has whole blocks of 32, masked
 past the ends of the matrix, so that no two programs share a block. Scales are row-major or tiled; if tiled,
@@ -11,12 +18,14 @@ the grid covers the padding too.
 The matrices of a batch are stacked along rows. If blocks run along columns, and ENTRY, the number of rows of
 a matrix, is not a multiple of 32, the grid covers the batch with each matrix padded to whole blocks.
 
-`inductor.copies` calls `lower` for a cast, and lowers casts that no template takes.
+``graph.merge_casts`` merges casts. `inductor.copies` calls `lower_cast`, and lowers casts that no template
+takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,81 +40,89 @@ from mxcompile.formats import BLOCK, Copy
 from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.choices import configs, packing
+from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import MASKS, TILE_INDICES, empty, load
+from mxcompile.lowering.templates.matrix import TILE_INDICES, empty
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
-_IMPORTS = r"""
-from mxcompile.lowering.kernels import packed, scale_bytes, tiles
+_SOURCES = ("X", "Y")
+
+_COPY = r"""
+{% set how = "NATIVE" if PACKED else "NATIVE, SATURATES" %}
 {% set cast = "packed" if PACKED else "tiles" %}
-{% set how = "ELEM, ROUNDING" if PACKED else "ELEM, ROUNDING, NATIVE, SATURATES" %}
+{% if <SIDE> == "'codes'" %}
+    codes, byte = {{cast}}.quantize_<side>(<x>, ELEM, ROUNDING, {{how}})
+    scale_bytes.store_<side>(<X>_<SIDE>_SCALE, byte, <where>, TILED)
+    result = tiles.as_elem(codes, ELEM) if STORES_FP8 else codes
+{% elif <SIDE> == "'values'" %}
+    result = {{cast}}.round_<side>(<x>, ELEM, ROUNDING).to(VALUE)
+{% elif <SIDE> == "'squares'" %}
+    result = tiles.round_square(<x>, ELEM, ROUNDING).to(VALUE)
+{% endif %}
+{% if FIRST == "'<X>_<SIDE>'" %}
+    {{store_output(("idx_m", "idx_n"), "result", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
+{% elif <SIDE> != "'none'" %}
+    tl.store(<X>_<SIDE> + idx_m.to(INDEX) * N + idx_n, result, mask=mask)
+{% endif %}
 """
 
-_TILE_INDICES = (
-    TILE_INDICES
-    + r"""{% if ENTRY %}
+_SIDES = {
+    "ROWS": ("rowwise", "rm, blocks_n, M, N"),
+    "COLUMNS": ("columnwise", "blocks_m, rn, end_m, N"),
+}
+
+
+def _load(source: str) -> str:
+    """Returns code that loads or computes the tile of the input `source` into its lower-case variable."""
+    return r"""
+    {{load_input("<X>", "<x>", ("idx_m", "idx_n"), mask="mask", indent_width=4,
+                 index_shape=("BLOCK_M", "BLOCK_N"))}}
+    <x> = <x>.to(DTYPE)
+""".replace("<X>", source).replace("<x>", source.lower())
+
+
+def _copies(source: str) -> str:
+    """Returns code that makes and stores the copies of the input `source`."""
+    texts = []
+    for side, (name, where) in _SIDES.items():
+        text = _COPY.replace("<SIDE>", side).replace("<side>", name).replace("<where>", where)
+        texts.append(text.replace("<X>", source).replace("<x>", source.lower()))
+    return "".join(texts)
+
+
+# Both tensors are loaded before any store, so that the inputs of both producers are read once.
+_SOURCE = "".join(
+    (
+        "from mxcompile.lowering.kernels import packed, scale_bytes, tiles\n\n",
+        "{{def_kernel(*NAMES)}}",
+        TILE_INDICES,
+        r"""{% if ENTRY %}
     padded = (ENTRY + 31) // 32 * 32
     end_m = M // ENTRY * padded
     rm = tl.where(rm % padded < ENTRY, rm // padded * ENTRY + rm % padded, M)
 {% else %}
     end_m = M
 {% endif %}
-"""
-    + MASKS
-)
-
-_BOTH = r"""
-    column_codes, column_byte = {{cast}}.quantize_columnwise(x, {{how}})
-    tl.store(COLUMN + idx_m.to(INDEX) * N + idx_n, tiles.as_elem(column_codes, ELEM), mask=mask)
-    scale_bytes.store_columnwise(COLUMN_SCALE, column_byte, blocks_m, rn, end_m, N, TILED)
-    codes, row_byte = {{cast}}.quantize_rowwise(x, {{how}})
-    scale_bytes.store_rowwise(ROW_SCALE, row_byte, rm, blocks_n, M, N, TILED)
-"""
-
-_STORE = r"""
-    qdata = tiles.as_elem(codes, ELEM)
-    {{store_output(("idx_m", "idx_n"), "qdata", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
-"""
-
-_SOURCE = (
-    _IMPORTS
-    + r"""
-{{def_kernel("X", *(["ROW_SCALE", "COLUMN", "COLUMN_SCALE"] if ROWWISE and COLUMNWISE else ["SCALE"]))}}
-"""
-    + _TILE_INDICES
-    + load("X")
-    + r"{% if ROWWISE and COLUMNWISE %}"
-    + _BOTH
-    + r"""{% elif ROWWISE %}
-    codes, byte = {{cast}}.quantize_rowwise(x, {{how}})
-    scale_bytes.store_rowwise(SCALE, byte, rm, blocks_n, M, N, TILED)
-{% else %}
-    codes, byte = {{cast}}.quantize_columnwise(x, {{how}})
-    scale_bytes.store_columnwise(SCALE, byte, blocks_m, rn, end_m, N, TILED)
-{% endif %}
-"""
-    + _STORE
-)
-
-# Both tensors are loaded before any store, so that the inputs of both producers are read once.
-_SOURCE_OF_TWO = (
-    _IMPORTS
-    + r"""
-{{def_kernel("X", "Y", "ROW_SCALE", "COLUMN", "COLUMN_SCALE",
-             "Y_ROW", "Y_ROW_SCALE", "Y_COLUMN", "Y_COLUMN_SCALE")}}
-"""
-    + _TILE_INDICES
-    + load("X")
-    + load("Y")
-    + _BOTH
-    + _STORE
-    + _BOTH.replace("COLUMN", "Y_COLUMN").replace("ROW_SCALE", "Y_ROW_SCALE").replace("(x,", "(y,")
-    + r"""
-    tl.store(Y_ROW + idx_m.to(INDEX) * N + idx_n, tiles.as_elem(codes, ELEM), mask=mask)
-"""
+    idx_m = rm[:, None].to(INDEX_DTYPE)
+    idx_n = rn[None, :].to(INDEX_DTYPE)
+    mask_m = idx_m < M
+    mask_n = idx_n < N
+    mask = mask_m & mask_n
+    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
+    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
+""",
+        _load("X"),
+        "{% if TWO %}",
+        _load("Y"),
+        "{% endif %}",
+        _copies("X"),
+        "{% if TWO %}",
+        _copies("Y"),
+        "{% endif %}",
+    )
 )
 
 
@@ -118,95 +135,88 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
 
 
 TEMPLATE = ProducingTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
-TEMPLATE_OF_TWO = ProducingTemplate(name="mx_cast_two", grid=_grid, source=_SOURCE_OF_TWO)
-
-Results = tuple[ir.TensorBox, ...]
 
 _VIEW = lowerings[torch.ops.aten.view.default]
 
 
-def lower_cast(cast: CastCall) -> Results | None:
-    """Returns qdata and scale bytes of each copy, of x, then of y; None for casts it does not take."""
-    x, copies, y = cast.x, cast.copies, cast.y
-    layout = {(-1,): "rowwise", (-2,): "columnwise", (-1, -2): "both"}.get(tuple(copy.dim for copy in copies))
-    target = _target(x, layout)
-    codes = all(copy.is_mx and copy.dtype is None and not copy.is_square for copy in copies)
-    uniform = len({(copy.format, copy.layout) for copy in copies}) == 1
-    matrix = y is None or len(x.get_size()) == 2
-    if layout is None or target is None or not (codes and uniform and matrix):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """A tensor that the kernel writes, with its shape for the whole batch and for one of its matrices.
+
+    codes: whether it holds FP8.
+    """
+
+    name: str
+    shape: list[Any]
+    entry: list[Any]
+    dtype: torch.dtype
+    codes: bool = False
+
+
+def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
+    """Returns qdata and scales, or values, of each copy, of x, then of y; None for casts it does not take."""
+    x, copies = cast.x, cast.copies
+    target, sources = of_device(x.get_device_or_error()), [x] if cast.y is None else [x, cast.y]
+    if not _takes(target, x, copies):
         return None
     *batch, m, n = x.get_size()
-    entry = int(m) if layout != "rowwise" and _short_blocks(x) else 0
-    flat = _VIEW(x, [sympy_product(batch) * m, n]) if batch else x
-    results = _cast([flat] if y is None else [flat, y], layout, copies, target, entry)
-    if not batch:
-        return results
-    sizes = [size for copy in copies for size in ([m, n], _scale_size(m, n, copy))]
-    return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(results, sizes, strict=True))
-
-
-def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
-    """Returns the chip that runs the cast of `x`, or None if the template does not support the cast."""
-    if len(x.get_size()) < 2 or x.get_device_or_error().type != "cuda":
-        return None
-    target = of_device(x.get_device_or_error())
-    if isinstance(target.tiles.quantize, Unsupported):
-        return None
-    is_equal = V.graph.sizevars.statically_known_equals
-    empty = any(is_equal(size, 0) for size in x.get_size())
-    unknown = layout != "rowwise" and _short_blocks(x) and not x.get_size()[-2].is_number
-    return None if empty or configs.single(x.get_size()) or unknown else target
-
-
-def _short_blocks(x: ir.TensorBox) -> bool:
-    """Whether blocks along the columns of a batch, stacked as one matrix, would cross its entries."""
-    return len(x.get_size()) > 2 and not V.graph.sizevars.statically_known_multiple_of(
-        x.get_size()[-2], BLOCK
-    )
-
-
-def _cast(
-    sources: Sequence[ir.TensorBox], layout: str, copies: Sequence[Copy], target: Target, entry: int
-) -> Results:
-    """Returns casts of one or two matrices, or of a batch with `entry` rows in each entry."""
-    sources = [realize_inputs(source) for source in sources]
-    x, copy = sources[0], copies[0]
-    device, (m, n), elem_dtype = x.get_device_or_error(), x.get_size(), copy.elem.dtype
-    specs = [
-        spec
+    entry = int(m) if _short_blocks(x, copies) else 0
+    flat = [_VIEW(source, [sympy_product(batch) * m, n]) if batch else source for source in sources]
+    wanted = [
+        result
+        for source in _SOURCES[: len(sources)]
         for copy in copies
-        for spec in (([m, n], elem_dtype), (_scale_size(m, n, copy, entry), torch.uint8))
+        for result in _results(source, copy, flat[0].get_size(), (m, n), entry, target)
     ]
-    others = [empty(x, shape, dtype) for shape, dtype in (specs * len(sources))[1:]]
-    inputs = [*sources, *(other.data for other in others)]
-    fast = x.get_dtype() == torch.bfloat16 and packing.converts(target)
-    roomy = fast and all(map(leaves_room, sources))
-    tile = configs.cast(target, layout if len(sources) == 1 else "two", packed=roomy)
-    gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)
-    qdata = call.only(
-        TEMPLATE if len(sources) == 1 else TEMPLATE_OF_TWO,
-        inputs,
-        ir.FixedLayout(device, elem_dtype, [m, n]),
-        written=inputs[len(sources) :],
-        num_stages=1,
-        # rows of entries, and rows that are read byte by byte, take registers of their own
-        num_warps=tile.num_warps * (2 if entry or gathered else 1),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        ROWWISE=layout != "columnwise",
-        COLUMNWISE=layout != "rowwise",
-        TILED=copy.is_tiled,
-        ENTRY=entry,
-        PADDING=TILE_ROWS if copy.is_tiled else 1,
-        DTYPE=triton_type(x.get_dtype()),
-        ELEM=repr(copy.elem.name),
-        ROUNDING=repr(str(copy.rounding)),
-        NATIVE=target.encodes_fp8,
-        SATURATES=target.saturates_fp8,
-        PACKED=fast,
-        INDEX="tl.int64",
-    )
-    return (qdata, *others)
+    results: list[ir.TensorBox] = []
+    for result, tensor in zip(wanted, _call(flat, copies, wanted, entry, target), strict=True):
+        if result.codes:
+            tensor = elements.as_fp8(tensor, copies[0].elem, target)
+        results.append(_VIEW(tensor, [*batch, *result.entry]) if batch else tensor)
+    return results
+
+
+def _takes(target: Target, x: ir.TensorBox, copies: Sequence[Copy]) -> bool:
+    """Whether the template makes `copies` of `x` on `target`: one format, and at most one copy a side."""
+    sizes, short = x.get_size(), _short_blocks(x, copies)
+    dtypes, sides = {copy.dtype for copy in copies} - {None}, set(map(_side, copies))
+    uniform = len({(copy.format, copy.is_tiled) for copy in copies}) == 1 and len(dtypes) <= 1
+    if not uniform or len(sides) < len(copies) or not all(copy.is_mx for copy in copies):
+        return False
+    if len(sizes) < 2 or not {copy.dim for copy in copies} <= {-1, -2}:
+        return False
+    if not configs.is_one_matrix(sizes, -1):  # it has no elements, or a single one
+        return False
+    if target.emulates:
+        coded = [copy for copy in copies if copy.dtype is None]
+        return not short and not any(copy.is_square or copy.is_tiled for copy in coded)
+    if isinstance(target.tiles.quantize, Unsupported) or dtypes or copies[0].is_square:
+        return False
+    return not short or bool(sizes[-2].is_number)
+
+
+def _side(copy: Copy) -> str:
+    """Returns the direction of the blocks of `copy`, as the template names it; "ROWS" for squares."""
+    return "COLUMNS" if copy.dim == -2 and not copy.is_square else "ROWS"
+
+
+def _short_blocks(x: ir.TensorBox, copies: Sequence[Copy]) -> bool:
+    """Whether blocks along the columns of a batch, stacked as one matrix, would cross its entries."""
+    size, columns = x.get_size(), any(copy.is_square or copy.dim == -2 for copy in copies)
+    return columns and len(size) > 2 and not V.graph.sizevars.statically_known_multiple_of(size[-2], BLOCK)
+
+
+def _results(
+    source: str, copy: Copy, size: Sequence[Any], matrix: Sequence[Any], entry: int, target: Target
+) -> Iterator[_Result]:
+    """Yields the results of `copy` of a matrix of `size`; matrix: size of a matrix of the batch."""
+    name, codes = f"{source}_{_side(copy)}", copy.dtype is None
+    (m, n), (rows, columns) = size, matrix
+    stored = copy.elem.dtype if target.stores_fp8 else torch.uint8
+    yield _Result(name=name, shape=[m, n], entry=[rows, columns], dtype=copy.dtype or stored, codes=codes)
+    if codes:
+        shape, of_matrix = _scale_size(m, n, copy, entry), _scale_size(rows, columns, copy)
+        yield _Result(name=f"{name}_SCALE", shape=shape, entry=of_matrix, dtype=torch.uint8)
 
 
 def _scale_size(m: Any, n: Any, copy: Copy, entry: int = 0) -> list[Any]:
@@ -218,3 +228,50 @@ def _scale_size(m: Any, n: Any, copy: Copy, entry: int = 0) -> list[Any]:
     if rowwise:
         return [m, CeilDiv(n, BLOCK)]
     return [FloorDiv(m, entry) * CeilDiv(entry, BLOCK) if entry else CeilDiv(m, BLOCK), n]
+
+
+def _call(
+    sources: list[ir.TensorBox], copies: Sequence[Copy], wanted: list[_Result], entry: int, target: Target
+) -> list[ir.TensorBox]:
+    """Returns the results of the template, in order; the first is its output. entry: ENTRY."""
+    sources = [realize_inputs(source) for source in sources]
+    x, copy, (first, *rest) = sources[0], copies[0], wanted
+    forms = {"ROWS": "none", "COLUMNS": "none"} | {
+        _side(copy): "squares" if copy.is_square else "codes" if copy.dtype is None else "values"
+        for copy in copies
+    }
+    dtype = next((copy.dtype for copy in copies if copy.dtype), torch.bfloat16)
+    packs = packing.calculates(target) if target.emulates else packing.converts(target)
+    packed = packs and x.get_dtype() is dtype is torch.bfloat16 and not copy.is_square
+    others = [empty(x, result.shape, result.dtype) for result in rest]
+    inputs = [*sources, *(other.data for other in others)]
+    gathered = not V.graph.sizevars.statically_known_multiple_of(first.shape[1], configs.WORD)
+    roomy = packed and all(map(leaves_room, sources))
+    tile = configs.cast(target, forms, len(sources), packed=roomy, scattered=gathered or entry > 0)
+    first_result = call.only(
+        TEMPLATE,
+        inputs,
+        ir.FixedLayout(x.get_device_or_error(), first.dtype, first.shape),
+        written=inputs[len(sources) :],
+        num_stages=1,
+        num_warps=tile.num_warps,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        NAMES=[*_SOURCES[: len(sources)], *(result.name for result in rest)],
+        FIRST=repr(first.name),
+        TWO=len(sources) > 1,
+        **{side: repr(form) for side, form in forms.items()},
+        TILED=copy.is_tiled,
+        ENTRY=entry,
+        PADDING=TILE_ROWS if copy.is_tiled else 1,
+        DTYPE=triton_type(x.get_dtype()),
+        ELEM=repr(copy.elem.name),
+        ROUNDING=repr(str(copy.rounding)),
+        VALUE=triton_type(dtype),
+        NATIVE=packing.converts(target) if packed else target.encodes_fp8,
+        SATURATES=target.saturates_fp8,
+        STORES_FP8=target.stores_fp8,
+        PACKED=packed,
+        INDEX="tl.int64",
+    )
+    return [first_result, *others]

@@ -1,4 +1,4 @@
-"""Parts that templates over tiles of a matrix share: indices, masks and loads; the grid; extra buffers."""
+"""Parts that templates over tiles of a matrix share: indices, the grid and extra buffers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,6 @@ TILE_INDICES = r"""
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 """
 """Source: the rows `rm` and columns `rn` of a tile of X [M, N]."""
-
-MASKS = r"""    idx_m = rm[:, None].to(INDEX_DTYPE)
-    idx_n = rn[None, :].to(INDEX_DTYPE)
-    mask_m = idx_m < M
-    mask_n = idx_n < N
-    mask = mask_m & mask_n
-    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
-    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
-"""
-"""Source after `TILE_INDICES`: indices, masks, and the blocks of 32 along both dimensions."""
-
-
-def load(source: str) -> str:
-    """Returns code that loads or computes the tile of the input `source` into its lower-case variable."""
-    return r"""
-    {{load_input("<X>", "<x>", ("idx_m", "idx_n"), mask="mask", indent_width=4,
-                 index_shape=("BLOCK_M", "BLOCK_N"))}}
-    <x> = <x>.to(DTYPE)
-""".replace("<X>", source).replace("<x>", source.lower())
 
 
 @SymbolicGridFn
