@@ -244,17 +244,20 @@ def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
     return plain.eval().requires_grad_(False)
 
 
-def by_package(threads: int, *, quantize_activations: bool = False) -> tuple[Generate, int]:
-    """Loads a model that was compiled ahead of time; the first start compiles it from the checkpoint."""
+def by_package(threads: int, *, quantize_activations: bool = False, kept: str = "") -> tuple[Generate, int]:
+    """Loads a model that was compiled ahead of time; the first start compiles it from the checkpoint.
+
+    kept: see `_stored`.
+    """
     import torch
 
     import mxcompile
 
     torch.set_num_threads(threads)
-    form = "-activations" if quantize_activations else ""
+    form = ("-activations" if quantize_activations else "") + (f"-without-{kept}" if kept else "")
     folder = models.CACHE / f"gemma-3-270m-package-{threads}-threads{form}"
     if not folder.exists():
-        model = _model("bfloat16", _stored("mxint8"), "mxint8-head")
+        model = _model("bfloat16", _stored("mxint8", kept=kept), _file("mxint8", kept))
         mxcompile.save_package(model, folder, max_cache_len=ROOM, quantize_activations=quantize_activations)
     package = mxcompile.load_package(folder)
     text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
@@ -276,9 +279,17 @@ def _weight_bytes(model: Any) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def _stored(precision: str, *, head: bool = True) -> Callable[[Any], object]:
-    """Returns a function that stores the weights of a model in `precision`, with or without the head."""
+def _file(precision: str, kept: str = "") -> str:
+    return f"{precision}-head" + (f"-without-{kept}" if kept else "")
+
+
+def _stored(precision: str, *, head: bool = True, kept: str = "") -> Callable[[Any], object]:
+    """Returns a function that stores the weights of a model in `precision`, with or without the head.
+
+    kept: the name of the layers in each block whose weights stay as they are.
+    """
     rules = [{"match": {"role": "head"}, "use": precision}] if head else []
+    rules += [{"match": {"name": f"*.{kept}"}, "use": "bf16"}] if kept else []
     policy = {"version": 1, "preset": PRESETS[precision], "rules": rules}
 
     def prepare(model: Any) -> object:
@@ -291,7 +302,7 @@ def _stored(precision: str, *, head: bool = True) -> Callable[[Any], object]:
 
 def by_storing(precision: str) -> dict[str, Callable[[int], tuple[Generate, int]]]:
     """Returns the ways that store weights in `precision`, by name."""
-    stored: dict[str, Any] = {"backend": "mxfp8", "file": f"{precision}-head"}
+    stored: dict[str, Any] = {"backend": "mxfp8", "file": _file(precision)}
     whole = _stored(precision)
     blocks = _stored(precision, head=False)
     return {
@@ -381,6 +392,10 @@ WAYS: dict[str, Callable[[int], tuple[Generate, int]]] = {
     "bf16, mxint8 stored, head too, package": by_package,
     "bf16, mxint8 stored, head too, activations, package": functools.partial(
         by_package, quantize_activations=True
+    ),
+    "bf16, mxint8 stored, head too, v_proj in bf16, package": functools.partial(by_package, kept="v_proj"),
+    "bf16, mxint8 stored, head too, activations, v_proj in bf16, package": functools.partial(
+        by_package, quantize_activations=True, kept="v_proj"
     ),
     "torchao int8": by_torch(prepare=_int8),
     LLAMA_CPP: by_llama_cpp,

@@ -79,17 +79,19 @@ def stored_eager(model: nn.Module) -> nn.Module:
 
 
 def with_values(
-    change: Callable[[Tensor], Tensor], *, head: bool = False
+    change: Callable[[Tensor], Tensor], *, head: bool = False, rounded: str = ""
 ) -> Callable[[nn.Module], nn.Module]:
     """Returns a function that applies `change` to the weights of the blocks; products stay in FP32.
 
-    head: whether the head's weight, which the embedding shares, is replaced too.
+    head: whether the weight that head and embedding share is replaced too. rounded: the end of the names
+    of layers whose weights are rounded to BF16 instead.
     """
 
     def prepare(model: nn.Module) -> nn.Module:
         served: Any = sharing(model)
-        for _, layer in block_linears(served):
-            layer.weight = nn.Parameter(change(layer.weight.detach()), requires_grad=False)
+        for name, layer in block_linears(served):
+            function = _rounded if rounded and name.endswith(rounded) else change
+            layer.weight = nn.Parameter(function(layer.weight.detach()), requires_grad=False)
         if head:
             table = nn.Parameter(change(served.lm_head.weight.detach()), requires_grad=False)
             served.lm_head.weight = served.get_input_embeddings().weight = table
@@ -200,15 +202,15 @@ def stored_ways() -> Iterator[Way]:
 
 def language_ways() -> Iterator[Way]:
     """Yields ways that also quantize the shared weight of head and embedding, or keys and values."""
-    for library, label, change in (
-        (
-            "mxcompile",
-            "mxint8, head and embedding too",
-            functools.partial(in_format, weight_format("mxint8")),
-        ),
-        ("llama.cpp", "Q8_0, head and embedding too (its values)", functools.partial(gguf_values, "Q8_0")),
+    mxint8 = functools.partial(in_format, weight_format("mxint8"))
+    q8_0 = functools.partial(gguf_values, "Q8_0")
+    for library, label, change, rounded in (
+        ("mxcompile", "mxint8, head and embedding too", mxint8, ""),
+        ("mxcompile", "mxint8, head and embedding too, v_proj in bf16", mxint8, "v_proj"),
+        ("llama.cpp", "Q8_0, head and embedding too (its values)", q8_0, ""),
     ):
-        yield Way(label=label, library=library, quantized=WEIGHTS, prepare=with_values(change, head=True))
+        prepare = with_values(change, head=True, rounded=rounded)
+        yield Way(label=label, library=library, quantized=WEIGHTS, prepare=prepare)
     yield Way(label="mxfp8", library="mxcompile", quantized=CACHE, prepare=sharing, cached=True)
     yield Way(
         label="mxfp8 stored", library="mxcompile", quantized=WEIGHTS_CACHE, prepare=stored_eager, cached=True
