@@ -30,6 +30,9 @@ from torch import Tensor, nn
 CACHE = Path.home() / ".cache" / "mxcompile" / "pretrained"
 """Folder of the unpacked models."""
 
+KEPT = ("k_proj", "v_proj")
+"""Layers of each block that take few bytes, and have much of the error of stored weights."""
+
 TEXTS = ("reference", "library")
 """Sources of text. They change only with the version of Python."""
 

@@ -244,20 +244,22 @@ def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
     return plain.eval().requires_grad_(False)
 
 
-def by_package(threads: int, *, quantize_activations: bool = False, kept: str = "") -> tuple[Generate, int]:
+def by_package(
+    threads: int, *, quantize_activations: bool = False, keep: bool = False
+) -> tuple[Generate, int]:
     """Loads a model that was compiled ahead of time; the first start compiles it from the checkpoint.
 
-    kept: see `_stored`.
+    keep: see `_stored`.
     """
     import torch
 
     import mxcompile
 
     torch.set_num_threads(threads)
-    form = ("-activations" if quantize_activations else "") + (f"-without-{kept}" if kept else "")
+    form = ("-activations" if quantize_activations else "") + ("-with-kept" if keep else "")
     folder = models.CACHE / f"gemma-3-270m-package-{threads}-threads{form}"
     if not folder.exists():
-        model = _model("bfloat16", _stored("mxint8", kept=kept), _file("mxint8", kept))
+        model = _model("bfloat16", _stored("mxint8", keep=keep), _file("mxint8", keep=keep))
         mxcompile.save_package(model, folder, max_cache_len=ROOM, quantize_activations=quantize_activations)
     package = mxcompile.load_package(folder)
     text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
@@ -279,17 +281,17 @@ def _weight_bytes(model: Any) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def _file(precision: str, kept: str = "") -> str:
-    return f"{precision}-head" + (f"-without-{kept}" if kept else "")
+def _file(precision: str, *, keep: bool = False) -> str:
+    return f"{precision}-head" + ("-with-kept" if keep else "")
 
 
-def _stored(precision: str, *, head: bool = True, kept: str = "") -> Callable[[Any], object]:
+def _stored(precision: str, *, head: bool = True, keep: bool = False) -> Callable[[Any], object]:
     """Returns a function that stores the weights of a model in `precision`, with or without the head.
 
-    kept: the name of the layers in each block whose weights stay as they are.
+    keep: whether the weights of `models.KEPT`, few bytes with much effect, stay as they are.
     """
     rules = [{"match": {"role": "head"}, "use": precision}] if head else []
-    rules += [{"match": {"name": f"*.{kept}"}, "use": "bf16"}] if kept else []
+    rules += [{"match": {"name": [f"*.{name}" for name in models.KEPT]}, "use": "bf16"}] if keep else []
     policy = {"version": 1, "preset": PRESETS[precision], "rules": rules}
 
     def prepare(model: Any) -> object:
@@ -393,9 +395,11 @@ WAYS: dict[str, Callable[[int], tuple[Generate, int]]] = {
     "bf16, mxint8 stored, head too, activations, package": functools.partial(
         by_package, quantize_activations=True
     ),
-    "bf16, mxint8 stored, head too, v_proj in bf16, package": functools.partial(by_package, kept="v_proj"),
-    "bf16, mxint8 stored, head too, activations, v_proj in bf16, package": functools.partial(
-        by_package, quantize_activations=True, kept="v_proj"
+    "bf16, mxint8 stored, head too, k_proj and v_proj in bf16, package": functools.partial(
+        by_package, keep=True
+    ),
+    "bf16, mxint8 stored, head too, activations, k_proj and v_proj in bf16, package": functools.partial(
+        by_package, quantize_activations=True, keep=True
     ),
     "torchao int8": by_torch(prepare=_int8),
     LLAMA_CPP: by_llama_cpp,

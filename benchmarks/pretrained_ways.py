@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pretrained_models import block_linears
+from pretrained_models import KEPT, block_linears
 from torch import Tensor, nn
 
 import mxcompile
@@ -79,18 +79,18 @@ def stored_eager(model: nn.Module) -> nn.Module:
 
 
 def with_values(
-    change: Callable[[Tensor], Tensor], *, head: bool = False, rounded: str = ""
+    change: Callable[[Tensor], Tensor], *, head: bool = False, keep: bool = False
 ) -> Callable[[nn.Module], nn.Module]:
     """Returns a function that applies `change` to the weights of the blocks; products stay in FP32.
 
-    head: whether the weight that head and embedding share is replaced too. rounded: the end of the names
-    of layers whose weights are rounded to BF16 instead.
+    head: whether the weight that head and embedding share is replaced too. keep: whether the weights of
+    `KEPT` are rounded to BF16 instead.
     """
 
     def prepare(model: nn.Module) -> nn.Module:
         served: Any = sharing(model)
         for name, layer in block_linears(served):
-            function = _rounded if rounded and name.endswith(rounded) else change
+            function = _rounded if keep and name.endswith(KEPT) else change
             layer.weight = nn.Parameter(function(layer.weight.detach()), requires_grad=False)
         if head:
             table = nn.Parameter(change(served.lm_head.weight.detach()), requires_grad=False)
@@ -204,12 +204,12 @@ def language_ways() -> Iterator[Way]:
     """Yields ways that also quantize the shared weight of head and embedding, or keys and values."""
     mxint8 = functools.partial(in_format, weight_format("mxint8"))
     q8_0 = functools.partial(gguf_values, "Q8_0")
-    for library, label, change, rounded in (
-        ("mxcompile", "mxint8, head and embedding too", mxint8, ""),
-        ("mxcompile", "mxint8, head and embedding too, v_proj in bf16", mxint8, "v_proj"),
-        ("llama.cpp", "Q8_0, head and embedding too (its values)", q8_0, ""),
+    for library, label, change, keep in (
+        ("mxcompile", "mxint8, head and embedding too", mxint8, False),
+        ("mxcompile", "mxint8, head and embedding too, k_proj and v_proj in bf16", mxint8, True),
+        ("llama.cpp", "Q8_0, head and embedding too (its values)", q8_0, False),
     ):
-        prepare = with_values(change, head=True, rounded=rounded)
+        prepare = with_values(change, head=True, keep=keep)
         yield Way(label=label, library=library, quantized=WEIGHTS, prepare=prepare)
     yield Way(label="mxfp8", library="mxcompile", quantized=CACHE, prepare=sharing, cached=True)
     yield Way(
