@@ -71,6 +71,17 @@ def stored(model: nn.Module) -> nn.Module:
     return mxcompile.compile(served, policy="bf16")
 
 
+def stored_and_cast(policy: dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
+    """Returns a function that stores the weights that `policy` quantizes, and compiles a model with it."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        served = sharing(model)
+        mxcompile.quantize_weights_(served, policy, progress=False)
+        return mxcompile.compile(served, policy=policy)
+
+    return prepare
+
+
 def stored_eager(model: nn.Module) -> nn.Module:
     """Stores the weights in MXFP8 and runs eagerly, with dequantized products."""
     served = sharing(model)
@@ -211,6 +222,11 @@ def language_ways() -> Iterator[Way]:
     ):
         prepare = with_values(change, head=True, keep=keep)
         yield Way(label=label, library=library, quantized=WEIGHTS, prepare=prepare)
+        if library == "mxcompile":
+            rules: list[Any] = [{"match": {"role": "head"}, "use": "mxint8"}]
+            rules += [{"match": {"name": [f"*.{name}" for name in KEPT]}, "use": "bf16"}] if keep else []
+            policy = {"version": 1, "preset": "mxint8", "rules": rules}
+            yield Way(label=label, library=library, quantized=BOTH, prepare=stored_and_cast(policy))
     yield Way(label="mxfp8", library="mxcompile", quantized=CACHE, prepare=sharing, cached=True)
     yield Way(
         label="mxfp8 stored", library="mxcompile", quantized=WEIGHTS_CACHE, prepare=stored_eager, cached=True
