@@ -33,6 +33,17 @@ CACHE = Path.home() / ".cache" / "mxcompile" / "pretrained"
 KEPT = ("k_proj", "v_proj")
 """Layers of each block that take few bytes, and have much of the error of stored weights."""
 
+
+def storing_policy(preset: str, precision: str, *, keep: bool = False) -> dict[str, Any]:
+    """Returns a policy that stores the layers of `preset`, and the head, in `precision`.
+
+    keep: whether the weights of `KEPT` stay as they are.
+    """
+    rules: list[Any] = [{"match": {"role": "head"}, "use": precision}]
+    rules += [{"match": {"name": [f"*.{name}" for name in KEPT]}, "use": "bf16"}] if keep else []
+    return {"version": 1, "preset": preset, "rules": rules}
+
+
 TEXTS = ("reference", "library")
 """Sources of text. They change only with the version of Python."""
 

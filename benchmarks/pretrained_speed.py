@@ -288,11 +288,10 @@ def _file(precision: str, *, keep: bool = False) -> str:
 def _stored(precision: str, *, head: bool = True, keep: bool = False) -> Callable[[Any], object]:
     """Returns a function that stores the weights of a model in `precision`, with or without the head.
 
-    keep: whether the weights of `models.KEPT`, few bytes with much effect, stay as they are.
+    keep: whether the weights of `models.KEPT` stay as they are.
     """
-    rules = [{"match": {"role": "head"}, "use": precision}] if head else []
-    rules += [{"match": {"name": [f"*.{name}" for name in models.KEPT]}, "use": "bf16"}] if keep else []
-    policy = {"version": 1, "preset": PRESETS[precision], "rules": rules}
+    preset = PRESETS[precision]
+    policy = models.storing_policy(preset, precision, keep=keep) if head else preset
 
     def prepare(model: Any) -> object:
         import mxcompile

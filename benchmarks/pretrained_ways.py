@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pretrained_models import KEPT, block_linears
+from pretrained_models import KEPT, block_linears, storing_policy
 from torch import Tensor, nn
 
 import mxcompile
@@ -214,19 +214,15 @@ def stored_ways() -> Iterator[Way]:
 def language_ways() -> Iterator[Way]:
     """Yields ways that also quantize the shared weight of head and embedding, or keys and values."""
     mxint8 = functools.partial(in_format, weight_format("mxint8"))
-    q8_0 = functools.partial(gguf_values, "Q8_0")
-    for library, label, change, keep in (
-        ("mxcompile", "mxint8, head and embedding too", mxint8, False),
-        ("mxcompile", "mxint8, head and embedding too, k_proj and v_proj in bf16", mxint8, True),
-        ("llama.cpp", "Q8_0, head and embedding too (its values)", q8_0, False),
-    ):
-        prepare = with_values(change, head=True, keep=keep)
-        yield Way(label=label, library=library, quantized=WEIGHTS, prepare=prepare)
-        if library == "mxcompile":
-            rules: list[Any] = [{"match": {"role": "head"}, "use": "mxint8"}]
-            rules += [{"match": {"name": [f"*.{name}" for name in KEPT]}, "use": "bf16"}] if keep else []
-            policy = {"version": 1, "preset": "mxint8", "rules": rules}
-            yield Way(label=label, library=library, quantized=BOTH, prepare=stored_and_cast(policy))
+    for suffix, keep in (("", False), (", k_proj and v_proj in bf16", True)):
+        label = f"mxint8, head and embedding too{suffix}"
+        weights = with_values(mxint8, head=True, keep=keep)
+        yield Way(label=label, library="mxcompile", quantized=WEIGHTS, prepare=weights)
+        both = stored_and_cast(storing_policy("mxint8", "mxint8", keep=keep))
+        yield Way(label=label, library="mxcompile", quantized=BOTH, prepare=both)
+    q8_0 = with_values(functools.partial(gguf_values, "Q8_0"), head=True)
+    label = "Q8_0, head and embedding too (its values)"
+    yield Way(label=label, library="llama.cpp", quantized=WEIGHTS, prepare=q8_0)
     yield Way(label="mxfp8", library="mxcompile", quantized=CACHE, prepare=sharing, cached=True)
     yield Way(
         label="mxfp8 stored", library="mxcompile", quantized=WEIGHTS_CACHE, prepare=stored_eager, cached=True

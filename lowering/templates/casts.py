@@ -141,14 +141,15 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """A tensor that the kernel writes, with its shape for the whole batch and for one of its matrices.
+    """A tensor that the kernel writes.
 
+    shape: its shape for a batch stacked as one matrix. matrix_shape: its shape for one matrix of the batch.
     codes: whether it holds FP8.
     """
 
     name: str
     shape: list[Any]
-    entry: list[Any]
+    matrix_shape: list[Any]
     dtype: torch.dtype
     codes: bool = False
 
@@ -172,7 +173,7 @@ def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
     for result, tensor in zip(wanted, _call(flat, copies, wanted, entry, target), strict=True):
         if result.codes:
             tensor = elements.as_fp8(tensor, copies[0].elem, target)
-        results.append(_VIEW(tensor, [*batch, *result.entry]) if batch else tensor)
+        results.append(_VIEW(tensor, [*batch, *result.matrix_shape]) if batch else tensor)
     return results
 
 
@@ -209,14 +210,16 @@ def _short_blocks(x: ir.TensorBox, copies: Sequence[Copy]) -> bool:
 def _results(
     source: str, copy: Copy, size: Sequence[Any], matrix: Sequence[Any], entry: int, target: Target
 ) -> Iterator[_Result]:
-    """Yields the results of `copy` of a matrix of `size`; matrix: size of a matrix of the batch."""
+    """Yields the results of `copy`. size: size of the stacked matrix. matrix: size of one in the batch."""
     name, codes = f"{source}_{_side(copy)}", copy.dtype is None
     (m, n), (rows, columns) = size, matrix
     stored = copy.elem.dtype if target.stores_fp8 else torch.uint8
-    yield _Result(name=name, shape=[m, n], entry=[rows, columns], dtype=copy.dtype or stored, codes=codes)
+    yield _Result(
+        name=name, shape=[m, n], matrix_shape=[rows, columns], dtype=copy.dtype or stored, codes=codes
+    )
     if codes:
         shape, of_matrix = _scale_size(m, n, copy, entry), _scale_size(rows, columns, copy)
-        yield _Result(name=f"{name}_SCALE", shape=shape, entry=of_matrix, dtype=torch.uint8)
+        yield _Result(name=f"{name}_SCALE", shape=shape, matrix_shape=of_matrix, dtype=torch.uint8)
 
 
 def _scale_size(m: Any, n: Any, copy: Copy, entry: int = 0) -> list[Any]:
@@ -233,7 +236,7 @@ def _scale_size(m: Any, n: Any, copy: Copy, entry: int = 0) -> list[Any]:
 def _call(
     sources: list[ir.TensorBox], copies: Sequence[Copy], wanted: list[_Result], entry: int, target: Target
 ) -> list[ir.TensorBox]:
-    """Returns the results of the template, in order; the first is its output. entry: ENTRY."""
+    """Returns the results of the template in the order of `wanted`. entry: value of ENTRY, or 0."""
     sources = [realize_inputs(source) for source in sources]
     x, copy, (first, *rest) = sources[0], copies[0], wanted
     forms = {"ROWS": "none", "COLUMNS": "none"} | {

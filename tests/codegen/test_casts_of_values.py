@@ -9,8 +9,9 @@ import pytest
 import torch
 from generating import assert_clean
 from helpers.bits import assert_same_bits
-from helpers.casts import quantize, quantize_operands, values
+from helpers.casts import quantize, quantize_operands, quantize_two, values
 from helpers.graphs import calls, lowered, traced
+from helpers.paces import mostly_slow
 from helpers.written import Written
 from interpreted import interpret
 from torch import Tensor, fx, nn
@@ -115,6 +116,25 @@ def test_generated_operand_casts_equal_the_operator(case, tmp_path: Path):
     casts = [launch for launch in result.launches if "mx.cast.default" in launch.operators]
     assert len(casts) == 2
     assert_same_bits(interpret(tmp_path, [x, y]), wanted)
+
+
+@pytest.mark.parametrize("target", mostly_slow(["sm_90", "sm_100"], "sm_100"))
+def test_a_cast_along_the_third_last_dimension_is_a_loop(target, tmp_path: Path):
+    model, x = Written(lambda _, x: _codes(x, 0)), torch.randn(64, 6, 40).to(BF16)
+    result = codegen(model, x, target=target, training=False, out_dir=tmp_path)
+    assert not any(kernel.is_template for kernel in result.kernels)
+    assert_same_bits(interpret(tmp_path, [x]), model(x))
+
+
+@pytest.mark.parametrize("rows", mostly_slow([32, 35], 35))
+def test_two_batches_are_cast_by_one_kernel(rows, tmp_path: Path):
+    """Blocks along columns would cross the matrices of 35 rows."""
+    model = Written(lambda _, x, y: quantize_two(x, y, E4M3, "rceil"))
+    x, y = (torch.randn(2, rows, 96).to(BF16) for _ in range(2))
+    result = codegen(model, x, y, target="sm_100", training=False, out_dir=tmp_path)
+    assert [kernel.is_template for kernel in result.kernels] == [True]
+    assert_clean(result)
+    assert_same_bits(interpret(tmp_path, [x, y]), model(x, y))
 
 
 def rotated(_: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
