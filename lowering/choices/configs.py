@@ -26,7 +26,6 @@ from mxcompile.lowering.chips.tiles import (
     Unsupported,
 )
 from mxcompile.lowering.targets import Target
-from mxcompile.versions import newer
 
 _WARPS = 8  # a thread holds half as much of the accumulator as with 4, and has registers for an epilogue
 
@@ -214,8 +213,8 @@ WORD = 4
 _PER_THREAD = 64  # elements; a producer in the same registers needs as many again
 
 
-# With Triton 3.9, a tile of 128 columns spills 72 bytes a thread on sm_100 and 12 on sm_120.
-_OF_TWO = TileConfig(block_m=32, block_n=64 if newer("triton", "3.7") else 128, num_warps=1)
+# A tile of 128 columns spills registers if rows are masked, with Triton 3.9 also if they are not.
+_OF_TWO = TileConfig(block_m=32, block_n=64, num_warps=1)
 
 _LIGHT = frozenset(
     {
@@ -245,7 +244,7 @@ def cast(
         halvings = (sources > 1 and not packed and target.max_registers < 512) + scattered
         return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)
     if sources > 1:
-        tile = _OF_TWO if packed else replace(_OF_TWO, block_n=64, num_warps=2)
+        tile = _OF_TWO if packed else replace(_OF_TWO, num_warps=2)
     else:
         choices = chosen(target.tiles.quantize, "quantize", target)
         tile = choices.rowwise if forms["COLUMNS"] == "none" else choices.columnwise

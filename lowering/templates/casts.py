@@ -50,12 +50,12 @@ from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_roo
 
 _SOURCES = ("X", "Y")
 
+# Scales are stored after their codes, so that codes of both directions are seldom in registers at once.
 _COPY = r"""
 {% set how = "NATIVE" if PACKED else "NATIVE, SATURATES" %}
 {% set cast = "packed" if PACKED else "tiles" %}
 {% if <SIDE> == "'codes'" %}
     codes, byte = {{cast}}.quantize_<side>(<x>, ELEM, ROUNDING, {{how}})
-    scale_bytes.store_<side>(<X>_<SIDE>_SCALE, byte, <where>, TILED)
     result = tiles.as_elem(codes, ELEM) if STORES_FP8 else codes
 {% elif <SIDE> == "'values'" %}
     result = {{cast}}.round_<side>(<x>, ELEM, ROUNDING).to(VALUE)
@@ -66,6 +66,9 @@ _COPY = r"""
     {{store_output(("idx_m", "idx_n"), "result", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
 {% elif <SIDE> != "'none'" %}
     tl.store(<X>_<SIDE> + idx_m.to(INDEX) * N + idx_n, result, mask=mask)
+{% endif %}
+{% if <SIDE> == "'codes'" %}
+    scale_bytes.store_<side>(<X>_<SIDE>_SCALE, byte, <where>, TILED)
 {% endif %}
 """
 

@@ -15,7 +15,6 @@ from mxcompile import ops
 from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
 from mxcompile.offline import codegen
 from mxcompile.ops.view import Casts
-from mxcompile.versions import newer
 
 E4M3 = torch.float8_e4m3fn
 SHAPE = (70, 96)
@@ -84,9 +83,10 @@ def test_rows_that_depend_on_data_are_not_compared():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
-def test_a_gated_layers_gradients_are_one_kernel(target):
+@pytest.mark.parametrize("tokens", [1024, 1001])
+def test_a_gated_layers_gradients_are_one_kernel(target, tokens):
     """It reads three tensors and writes four copies; nothing of theirs is stored in BF16."""
-    tokens, hidden = 1024, 512
+    hidden = 512
     gated = Written(
         lambda model, x: model.down(F.silu(model.gate(x)) * model.up(x)),
         **{name: nn.Linear(256, hidden, bias=False) for name in ("gate", "up")},
@@ -98,7 +98,6 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
     elements = tokens * hidden
     assert launch.num_bytes <= elements * (3 * 2 + 4 * (1 + 1 / 32)) * 1.01
     assert launch.facts is not None
-    # with newer versions of Triton the tile is half as wide, or its registers spill
-    assert 25 < launch.facts.per_element <= (36 if newer("triton", "3.7") else 33)
+    assert 25 < launch.facts.per_element <= 38
     assert not result.spilling
     assert result.kernel(launch).source.count("packed.sigmoid(") == 2
