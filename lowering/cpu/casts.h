@@ -32,6 +32,10 @@ struct Results {
   Value* values;
   uint8_t* codes;
   uint8_t* scales;
+
+  Results chosen(int64_t bits) const {
+    return {bits & 1 ? values : nullptr, bits & 2 ? codes : nullptr, bits & 4 ? scales : nullptr};
+  }
 };
 
 // One number for all elements of a block, in the place of an array with one for each.
@@ -52,14 +56,16 @@ struct Cast {
   using Magnitude = decltype(magnitude(Source()));
 
   template <class Factors>
-  static void write(const Source* x, int64_t count, Factors inverse, Factors scale, Value* values, uint8_t* codes) {
-    if (values)
-      #pragma omp simd
-      for (int64_t i = 0; i < count; i++)
-        narrow(rounded<Elem>(saturated<Elem, rounding>(widen(x[i]) * inverse[i])) * scale[i], values[i]);
-    if (codes)
-      #pragma omp simd
-      for (int64_t i = 0; i < count; i++) codes[i] = encode<Elem>(saturated<Elem, rounding>(widen(x[i]) * inverse[i]));
+  static void write_values(const Source* x, int64_t count, Factors inverse, Factors scale, Value* values) {
+    #pragma omp simd
+    for (int64_t i = 0; i < count; i++)
+      narrow(rounded<Elem>(saturated<Elem, rounding>(widen(x[i]) * inverse[i])) * scale[i], values[i]);
+  }
+
+  template <class Factors>
+  static void write_codes(const Source* x, int64_t count, Factors inverse, uint8_t* codes) {
+    #pragma omp simd
+    for (int64_t i = 0; i < count; i++) codes[i] = encode<Elem>(saturated<Elem, rounding>(widen(x[i]) * inverse[i]));
   }
 
   static Magnitude amax(const Source* x, int64_t count) {
@@ -95,18 +101,19 @@ struct Cast {
     Magnitude most[GROUP] = {};
     float inverse[GROUP], scale[GROUP];
     uint8_t bytes[GROUP];
-    int64_t whole = count / BLOCK, rest = count % BLOCK;
+    int64_t whole = count / BLOCK, rest = count % BLOCK, end = whole * BLOCK;
     for (int64_t i = 0; i < whole; i++) most[i] = amax(x + i * BLOCK, BLOCK);
-    if (rest) most[whole] = amax(x + whole * BLOCK, rest);
+    if (rest) most[whole] = amax(x + end, rest);
     scales_of(most, GROUP, inverse, scale, bytes);
     if (out.scales) std::memcpy(out.scales, bytes, num_blocks(count));
-    for (int64_t i = 0; i < whole; i++) {
-      int64_t at = i * BLOCK;
-      write(x + at, BLOCK, Same{inverse[i]}, Same{scale[i]}, moved(out.values, at), moved(out.codes, at));
+    if (out.values) {
+      for (int64_t i = 0; i < whole; i++)
+        write_values(x + i * BLOCK, BLOCK, Same{inverse[i]}, Same{scale[i]}, out.values + i * BLOCK);
+      if (rest) write_values(x + end, rest, Same{inverse[whole]}, Same{scale[whole]}, out.values + end);
     }
-    if (rest) {
-      int64_t at = whole * BLOCK;
-      write(x + at, rest, Same{inverse[whole]}, Same{scale[whole]}, moved(out.values, at), moved(out.codes, at));
+    if (out.codes) {
+      for (int64_t i = 0; i < whole; i++) write_codes(x + i * BLOCK, BLOCK, Same{inverse[i]}, out.codes + i * BLOCK);
+      if (rest) write_codes(x + end, rest, Same{inverse[whole]}, out.codes + end);
     }
   }
 
@@ -133,8 +140,9 @@ struct Cast {
     if (out.scales) std::memcpy(out.scales, bytes, count);
     for (int64_t r = 0; r < height; r++) {
       int64_t at = r * width;
-      write(x + at, count, static_cast<const float*>(inverse), static_cast<const float*>(scale),
-            moved(out.values, at), moved(out.codes, at));
+      const float *factors = inverse, *scales = scale;
+      if (out.values) write_values(x + at, count, factors, scales, out.values + at);
+      if (out.codes) write_codes(x + at, count, factors, out.codes + at);
     }
   }
 
@@ -173,6 +181,18 @@ struct Cast {
           for (int64_t i = 0; i < num_blocks(count); i++) to[i] = bytes[i * BLOCK];
       }
     });
+  }
+
+  // Copies of matrices [length, width] along their rows and along their columns. The bits of `wanted` say which results
+  // there are: values, codes and scales along rows, then along columns. So casts that differ only in their results are
+  // one kernel, for which a C++ compiler starts once.
+  static void copies(const Source* x, int64_t number, int64_t length, int64_t width, int threads, int64_t wanted,
+                     Results<Value> along, Results<Value> down) {
+    along = along.chosen(wanted);
+    if (wanted >> 3)
+      matrices<false>(x, number, length, width, threads, down.chosen(wanted >> 3), along);
+    else
+      rows(x, number * length, width, threads, along);
   }
 };
 

@@ -4,6 +4,9 @@
 
 One kernel casts a matrix along its rows and along its columns, so that it reads the matrix once. When
 Inductor lowers the first of the two casts, `cast` makes both results and keeps the second for its node.
+
+Casts of one element type and dtype have the same code, for which a C++ compiler starts once: in place of
+results that a cast does not have, the kernel gets empty buffers.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 from torch._inductor import ir
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
@@ -28,6 +32,8 @@ from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Cast
 
 _RESULTS = ("values", "codes", "scales")
+_SIDES = ("_rows", "_columns")
+_EMPTY = lowerings[torch.ops.aten.empty.memory_format]
 
 Results = list[ir.TensorBox]
 """The results of one operator."""
@@ -45,10 +51,15 @@ def _results(copy: Copy, x: ir.TensorBox) -> dict[str, Spec]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Progress:
-    """Casts of one graph. seen: casts that have results. early: results for nodes that are lowered later."""
+    """Casts of one graph.
+
+    seen: casts that have results. early: results for nodes that are lowered later. absent: empty buffers in
+    place of results, by name and dtype.
+    """
 
     seen: set[fx.Node] = field(default_factory=set)
     early: dict[fx.Node, Results] = field(default_factory=dict)
+    absent: dict[tuple[str, torch.dtype], Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +102,15 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 """Progress by Inductor's graph."""
 
 
+def _progress() -> _Progress:
+    return _PROGRESS.setdefault(V.graph, _Progress())
+
+
 def cast(x: ir.TensorBox, copy: Copy) -> Results | None:
     """Returns the tensors of `copy` of `x`; None if Inductor's loops make them."""
     if not has_kernel(copy) or not kernel.takes(x, x.get_dtype()):
         return None
-    progress = _PROGRESS.setdefault(V.graph, _Progress())
-    node = V.graph.current_node
+    progress, node = _progress(), V.graph.current_node
     if node in progress.early:
         return progress.early.pop(node)
     progress.seen.add(node)
@@ -137,38 +151,57 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
 
 def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> Results:
     """Returns the tensors of `copies` of `x`, in order; the copies have blocks along different dimensions."""
-    outputs = {f"{name}{-1 - copy.dim}": spec for copy in copies for name, spec in _results(copy, x).items()}
-    source = kernel.stored(x)
+    outputs = {f"{name}{_side(copy)}": spec for copy in copies for name, spec in _results(copy, x).items()}
+    source, first = kernel.stored(x), copies[0]
+    value = next((copy.dtype for copy in copies if copy.dtype), source.get_dtype())
+    dtypes = dict(zip(_RESULTS, (value, first.elem.dtype, torch.uint8), strict=True))
+    names = [] if first.is_square else [name + side for side in _SIDES for name in _RESULTS]
+    absent = {name: _absent(x, name, dtypes[name.split("_")[0]]) for name in names if name not in outputs}
 
     def body(words: CppNames) -> str:
-        return _body(list(x.get_size()), source.get_dtype(), copies, words)
+        elem = f"mxcompile::{first.elem.name.upper()}, mxcompile::Rounding::{first.rounding}"
+        function = f"mxcompile::Cast<{elem}, {C_TYPES[source.get_dtype()]}, {C_TYPES[value]}>"
 
-    return kernel.call("casts.h", body, {"x": source}, outputs)
+        def results(side: str, *wanted: str) -> str:
+            pointers = (words.pointer(name + side) if name in wanted else "nullptr" for name in _RESULTS)
+            return f"mxcompile::Results<{C_TYPES[value]}>{{{', '.join(pointers)}}}"
+
+        sizes = words.size_arguments(*_sizes(list(x.get_size()), copies))
+        arguments = f"{words.pointer('x')}, {sizes}, {words.threads}"
+        if not first.is_square:
+            wanted = words.size_arguments(sum((name in outputs) << bit for bit, name in enumerate(names)))
+            both = ", ".join(results(side, *_RESULTS) for side in _SIDES)
+            return f"{function}::copies({arguments}, {wanted}, {both});"
+        side = _side(first)
+        if first.dim == -1:  # elements and scales are in different structs
+            both = f"{results(side, 'values', 'codes')}, {results(side, 'scales')}"
+        else:
+            both = f"{results(side, *_RESULTS)}, {results(side)}"
+        return f"{function}::matrices<true>({arguments}, {both});"
+
+    return kernel.call("casts.h", body, {"x": source}, outputs, absent)
 
 
-def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: CppNames) -> str:
-    """Returns the call of ``Cast<…>::rows`` or ``matrices``."""
-    copy = next((high for high in copies if high.dtype), copies[0])
-    value = C_TYPES[copy.dtype or source]
-    elem = f"mxcompile::{copy.elem.name.upper()}, mxcompile::Rounding::{copy.rounding}"
-    function = f"mxcompile::Cast<{elem}, {C_TYPES[source]}, {value}>"
+def _side(copy: Copy) -> str:
+    return _SIDES[0] if copy.dim == -1 else _SIDES[1]
 
-    def pointers(dim: int, *names: str) -> str:
-        wanted = (words.pointer(f"{n}{-1 - dim}") if n in names else "nullptr" for n in _RESULTS)
-        return f"mxcompile::Results<{value}>{{{', '.join(wanted)}}}"
 
-    x, threads = words.pointer("x"), words.threads
-    dim = min(member.dim for member in copies)  # the columnwise copy, if there are two
-    if dim == -1 and not copy.is_square:
-        sizes = words.size_arguments(math.prod(shape[:-1]), shape[-1])
-        return f"{function}::rows({x}, {sizes}, {threads}, {pointers(-1, *_RESULTS)});"
-    down, along = pointers(dim, *_RESULTS), pointers(-1, *_RESULTS) if len(copies) > 1 else pointers(-1)
-    if dim == -1:  # for square tiles, `down` takes the elements and `along` the scales
-        down, along, dim = pointers(-1, "values", "codes"), pointers(-1, "scales"), -2
-    axis = dim % len(shape)
-    sizes = words.size_arguments(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
-    square = str(copy.is_square).lower()
-    return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
+def _sizes(shape: list[Any], copies: Sequence[Copy]) -> tuple[Any, Any, Any]:
+    """Returns number, length and width of the matrices that the kernel casts."""
+    dim = min(copy.dim for copy in copies)
+    if dim == -1 and not copies[0].is_square:
+        return 1, math.prod(shape[:-1]), shape[-1]
+    axis = min(dim, -2) % len(shape)
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+def _absent(x: ir.TensorBox, name: str, dtype: torch.dtype) -> Any:
+    """Returns the empty buffer that the current graph has in place of results `name` of `dtype`."""
+    buffers = _progress().absent
+    if (name, dtype) not in buffers:
+        empty = _EMPTY([0], dtype=dtype, device=x.get_device_or_error())
+        buffers[name, dtype] = kernel.stored(empty)
+    return buffers[name, dtype]
 
 
 def _elem_class(form: Format) -> str:

@@ -158,12 +158,18 @@ Body = Callable[[CppNames], str]
 
 
 def call(
-    header: str, body: Body, inputs: Mapping[str, Any], outputs: Mapping[str, Spec]
+    header: str,
+    body: Body,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Spec],
+    absent: Mapping[str, Any] | None = None,
 ) -> list[ir.TensorBox]:
     """Returns a tensor for each of `outputs`, computed from `inputs`, which `stored` returned.
 
-    header: file of this folder with the function that `body` calls.
+    header: file of this folder with the function that `body` calls. absent: empty buffers in place of outputs
+    that other calls have, so that their code is the same.
     """
+    absent = absent or {}
     device = next(iter(inputs.values())).get_device_or_error()
     layouts = [ir.FixedLayout(device, dtype, list(shape)) for shape, dtype in outputs.values()]
     several = len(layouts) > 1
@@ -171,8 +177,8 @@ def call(
     no_template: Any = None  # Inductor has no other kernel to choose
     buffer: Any = ir.CppTemplateBuffer(
         layout=layout,
-        inputs=list(inputs.values()),
-        make_kernel_render=functools.partial(_render, header, body, inputs, list(outputs)),
+        inputs=[*inputs.values(), *absent.values()],
+        make_kernel_render=functools.partial(_render, header, body, inputs, list(outputs), absent),
         template=no_template,
         choice=None,
     )
@@ -210,6 +216,7 @@ def _render(
     write: Body,
     inputs: Mapping[str, Any],
     outputs: Sequence[str],
+    absent: Mapping[str, Any],
     buffer: Any,
     flag_template_buffer_has_other_users: bool = False,
     epilogue_nodes: Sequence[Any] | None = None,
@@ -219,6 +226,7 @@ def _render(
     kernel = CppTemplateKernel(str(Placeholder.KERNEL_NAME), parallel_num_threads())
     buffers = zip(outputs, buffer.outputs or [buffer], strict=True)
     results = {name: node for name, node in buffers if node.get_name() not in V.graph.removed_buffers}
+    results = dict(sorted({**results, **absent}.items()))
 
     def render() -> str:
         head = kernel.def_kernel(inputs=dict(inputs), outputs=results)

@@ -164,8 +164,9 @@ def test_casts_of_every_instruction_set_equal_reference(
 def test_loops_over_elements_are_vectors_in_avx2(elem: str, source: str):
     """Which takes an option that Inductor's options turn off."""
     cast = f"Cast<{elem}, Rounding::rceil, {source}, {source}>"
-    signature = f"const {source}* x, const float* inverse, uint8_t* codes"
-    body = f"{cast}::write(x, 256, inverse, inverse, nullptr, codes);"
+    signature = f"const {source}* x, const float* inverse, {source}* values, uint8_t* codes"
+    body = f"{cast}::write_values(x, 256, inverse, inverse, values);"
+    body += f" {cast}::write_codes(x, 256, inverse, codes);"
     instructions = assembly("avx2", unit("casts.h", [exported("f", signature, body)]))
     assert re.search(r"vmulps.*%ymm", instructions)
     assert "vmulss" not in instructions
@@ -228,23 +229,36 @@ def test_both_layouts_of_a_matrix_are_one_kernel(word: str, cpp_wrapper: bool):
     compiled = torch.compile(casts, fullgraph=True, dynamic=True, options={"cpp_wrapper": cpp_wrapper})
     x = torch.randn(40, 100, dtype=torch.bfloat16)
     _, (code,) = run_and_get_code(compiled, x)
-    assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
-    assert not re.search(r"Cast<.*>::rows\(re", code)
+    assert len(re.findall(r"Cast<.*>::\w+\(re", code)) == 1
     for other in (x, torch.randn(65, 100, dtype=torch.bfloat16)):
         assert_same_bits(compiled(other), casts(other))
 
 
-def test_casts_of_several_shapes_share_one_kernel():
-    """Sizes that are known are arguments too: casts that differ in nothing else are one kernel."""
+@pytest.mark.parametrize("cpp_wrapper", [False, True])
+def test_casts_to_all_results_of_several_shapes_share_one_kernel(cpp_wrapper: bool):
+    """Sizes and the choice of results are arguments: a C++ compiler starts once for all casts."""
+
+    def results(x: Tensor, dim: int) -> list[Tensor]:
+        value = values(x, dim, torch.float8_e4m3fn, "rceil", False, torch.bfloat16)
+        return [value, *encode(x + 1, dim, "e4m3 1x32 rceil")]
 
     def casts(*xs: Tensor) -> list[Tensor]:
-        e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
-        return [values(x, dim, e4m3, "rceil", False, bf16) for x in xs for dim in (-1, -2)]
+        a, b, c, d, e, f, g = xs
+        along_both = [*results(a, -1), *results(a, -2), *results(g, -2), *encode(g, -1, "e4m3 1x32 rceil")]
+        return [
+            *along_both,
+            *results(b, -1),
+            *results(c, -2),
+            *results(d, -2),
+            *results(e, -1),
+            *results(f, -3),
+        ]
 
-    xs = [torch.randn(*shape).bfloat16() for shape in ((33, 70), (64, 64), (70, 33), (2, 40, 100))]
-    compiled = torch.compile(casts, fullgraph=True, dynamic=False)
+    shapes = ((33, 70), (64, 64), (70, 33), (2, 40, 100), (50,), (2, 33, 5), (3, 70))
+    xs = [torch.randn(*shape).bfloat16() for shape in shapes]
+    compiled = torch.compile(casts, fullgraph=True, dynamic=False, options={"cpp_wrapper": cpp_wrapper})
     outputs, (code,) = run_and_get_code(compiled, *xs)
-    assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
+    assert len(re.findall(r"Cast<.*>::\w+\(re", code)) == 1
     assert_same_bits(outputs, casts(*xs))
 
 
