@@ -13,7 +13,7 @@ reads the same tensors.
 
 A template has one output; the other results are buffers that it writes. A tile has whole blocks of 32, masked
 past the ends of the matrix, so that no two programs share a block. Scales are row-major or tiled; if tiled,
-the grid covers the padding too.
+the grid covers the padding of rows and columns too.
 
 The matrices of a batch are stacked along rows. If blocks run along columns, and ENTRY, the number of rows of
 a matrix, is not a multiple of 32, the grid covers the batch with each matrix padded to whole blocks.
@@ -134,7 +134,8 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
     padding = meta["PADDING"]
     if meta["ENTRY"]:
         m = cdiv(m, meta["ENTRY"]) * (cdiv(meta["ENTRY"], BLOCK) * BLOCK)
-    return cdiv(cdiv(m, padding) * padding, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
+    m, n = (cdiv(size, padding) * padding for size in (m, n))
+    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
 TEMPLATE = ProducingTemplate(name="mx_cast", grid=_grid, source=_SOURCE)

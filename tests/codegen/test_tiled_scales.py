@@ -13,12 +13,22 @@ from generating import assert_clean, generate, product_of
 from helpers.written import Written
 from triton.runtime import _allocation
 
+from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.choices import configs
 from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.kernels import scratch
-from mxcompile.lowering.templates import vendor
+from mxcompile.lowering.templates import casts, vendor
 
 COPY = "tcgen05.cp.cta_group::1.warpx4.32x128b"
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128, 256])
+def test_programs_of_a_cast_cover_the_padding_of_tiled_scales(columns: int):
+    """A product reads the scales there too: if they were not written, NaN times 0 would be NaN."""
+    meta = {"PADDING": TILE_ROWS, "ENTRY": 0, "BLOCK_M": 32, "BLOCK_N": columns}
+    down, across, _ = casts.TEMPLATE.grid(150, 272, meta)
+    assert down * 32 >= 256
+    assert across * columns >= 384
 
 
 def _products(result):
