@@ -26,6 +26,7 @@ from mxcompile.lowering.chips.tiles import (
     Unsupported,
 )
 from mxcompile.lowering.targets import Target
+from mxcompile.versions import newer
 
 _WARPS = 8  # a thread holds half as much of the accumulator as with 4, and has registers for an epilogue
 
@@ -213,9 +214,6 @@ WORD = 4
 _PER_THREAD = 64  # elements; a producer in the same registers needs as many again
 
 
-# A tile of 128 columns spills registers if rows are masked, with Triton 3.9 also if they are not.
-_OF_TWO = TileConfig(block_m=32, block_n=64, num_warps=1)
-
 _LIGHT = frozenset(
     {
         "load", "constant", "to_dtype", "to_dtype_bitcast", "index_expr", "add", "sub", "mul",
@@ -232,19 +230,22 @@ def light(used: Iterable[str]) -> bool:
 
 
 def cast(
-    target: Target, forms: Mapping[str, str], sources: int, *, packed: bool, scattered: bool
+    target: Target, forms: Mapping[str, str], sources: int, *, packed: bool, scattered: bool, masked: bool
 ) -> TileConfig:
     """Returns the tile of a cast, small enough to leave registers for its producer.
 
     forms: the copies along "ROWS" and "COLUMNS", or "none". sources: number of matrices. packed: whether
     two elements share a register, and the producers are light. scattered: whether rows start anywhere, or
-    are padded to blocks, so that each element needs an address in a register.
+    are padded to blocks, so that each element needs an address in a register. masked: whether a tile of 128
+    columns may extend past the matrix.
     """
     if target.emulates:  # a warp has whole blocks in both directions
         halvings = (sources > 1 and not packed and target.max_registers < 512) + scattered
         return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)
     if sources > 1:
-        tile = _OF_TWO if packed else replace(_OF_TWO, num_warps=2)
+        # 128 columns spill registers if they are masked, and with Triton 3.9 also if they are not
+        wide = packed and not masked and not newer("triton", "3.7")
+        tile = TileConfig(block_m=32, block_n=128 if wide else 64, num_warps=1 if packed else 2)
     else:
         choices = chosen(target.tiles.quantize, "quantize", target)
         tile = choices.rowwise if forms["COLUMNS"] == "none" else choices.columnwise

@@ -185,12 +185,17 @@ struct Cast {
 
   // Copies of matrices [length, width] along their rows and along their columns. The bits of `wanted` say which results
   // there are: values, codes and scales along rows, then along columns. So casts that differ only in their results are
-  // one kernel, for which a C++ compiler starts once.
+  // one kernel, for which a C++ compiler starts once. If square, elements are the same along both.
+  template <bool square>
   static void copies(const Source* x, int64_t number, int64_t length, int64_t width, int threads, int64_t wanted,
                      Results<Value> along, Results<Value> down) {
-    along = along.chosen(wanted);
-    if (wanted >> 3)
-      matrices<false>(x, number, length, width, threads, down.chosen(wanted >> 3), along);
+    along = along.chosen(wanted), down = down.chosen(wanted >> 3);
+    if (square)
+      matrices<true>(x, number, length, width, threads,
+                     {along.values ? along.values : down.values, along.codes ? along.codes : down.codes, down.scales},
+                     {nullptr, nullptr, along.scales});
+    else if (wanted >> 3)
+      matrices<false>(x, number, length, width, threads, down, along);
     else
       rows(x, number * length, width, threads, along);
   }

@@ -31,7 +31,6 @@ from mxcompile.ops import Spec
 from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Cast
 
-_RESULTS = ("values", "codes", "scales")
 _SIDES = ("_rows", "_columns")
 _EMPTY = lowerings[torch.ops.aten.empty.memory_format]
 
@@ -103,6 +102,7 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 
 
 def _progress() -> _Progress:
+    """Returns the progress of the current graph."""
     return _PROGRESS.setdefault(V.graph, _Progress())
 
 
@@ -140,7 +140,7 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
     assert isinstance(source, fx.Node)
     for user in source.users:
         view = Cast.from_node(user)
-        if user is node or view is None or user in _PROGRESS[V.graph].seen:
+        if user is node or view is None or user in _progress().seen:
             continue
         its = view.copy
         dtypes = {its.dtype, copy.dtype} - {None}
@@ -154,35 +154,26 @@ def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> Results:
     outputs = {f"{name}{_side(copy)}": spec for copy in copies for name, spec in _results(copy, x).items()}
     source, first = kernel.stored(x), copies[0]
     value = next((copy.dtype for copy in copies if copy.dtype), source.get_dtype())
-    dtypes = dict(zip(_RESULTS, (value, first.elem.dtype, torch.uint8), strict=True))
-    names = [] if first.is_square else [name + side for side in _SIDES for name in _RESULTS]
-    absent = {name: _absent(x, name, dtypes[name.split("_")[0]]) for name in names if name not in outputs}
+    dtypes = {"values": value, "codes": first.elem.dtype, "scales": torch.uint8}
+    every = {f"{name}{side}": dtype for side in _SIDES for name, dtype in dtypes.items()}
+    absent = {name: _absent(x, name, dtype) for name, dtype in every.items() if name not in outputs}
+    sizes = _sizes(list(x.get_size()), copies)
 
     def body(words: CppNames) -> str:
         elem = f"mxcompile::{first.elem.name.upper()}, mxcompile::Rounding::{first.rounding}"
-        function = f"mxcompile::Cast<{elem}, {C_TYPES[source.get_dtype()]}, {C_TYPES[value]}>"
-
-        def results(side: str, *wanted: str) -> str:
-            pointers = (words.pointer(name + side) if name in wanted else "nullptr" for name in _RESULTS)
-            return f"mxcompile::Results<{C_TYPES[value]}>{{{', '.join(pointers)}}}"
-
-        sizes = words.size_arguments(*_sizes(list(x.get_size()), copies))
-        arguments = f"{words.pointer('x')}, {sizes}, {words.threads}"
-        if not first.is_square:
-            wanted = words.size_arguments(sum((name in outputs) << bit for bit, name in enumerate(names)))
-            both = ", ".join(results(side, *_RESULTS) for side in _SIDES)
-            return f"{function}::copies({arguments}, {wanted}, {both});"
-        side = _side(first)
-        if first.dim == -1:  # elements and scales are in different structs
-            both = f"{results(side, 'values', 'codes')}, {results(side, 'scales')}"
-        else:
-            both = f"{results(side, *_RESULTS)}, {results(side)}"
-        return f"{function}::matrices<true>({arguments}, {both});"
+        cast = f"mxcompile::Cast<{elem}, {C_TYPES[source.get_dtype()]}, {C_TYPES[value]}>"
+        wanted = sum((name in outputs) << bit for bit, name in enumerate(every))
+        pointers = [", ".join(words.pointer(f"{name}{side}") for name in dtypes) for side in _SIDES]
+        results = ", ".join(f"mxcompile::Results<{C_TYPES[value]}>{{{three}}}" for three in pointers)
+        arguments = f"{words.pointer('x')}, {words.size_arguments(*sizes)}, {words.threads}"
+        square = str(first.is_square).lower()
+        return f"{cast}::copies<{square}>({arguments}, {words.size_arguments(wanted)}, {results});"
 
     return kernel.call("casts.h", body, {"x": source}, outputs, absent)
 
 
 def _side(copy: Copy) -> str:
+    """Returns the end of the names of the results of `copy`."""
     return _SIDES[0] if copy.dim == -1 else _SIDES[1]
 
 

@@ -252,9 +252,15 @@ def _call(
     packed = packs and x.get_dtype() is dtype is torch.bfloat16 and not copy.is_square
     others = [empty(x, result.shape, result.dtype) for result in rest]
     inputs = [*sources, *(other.data for other in others)]
-    gathered = not V.graph.sizevars.statically_known_multiple_of(first.shape[1], configs.WORD)
-    roomy = packed and all(map(leaves_room, sources))
-    tile = configs.cast(target, forms, len(sources), packed=roomy, scattered=gathered or entry > 0)
+    (m, n), divides = first.shape, V.graph.sizevars.statically_known_multiple_of
+    tile = configs.cast(
+        target,
+        forms,
+        len(sources),
+        packed=packed and all(map(leaves_room, sources)),
+        scattered=entry > 0 or not divides(n, configs.WORD),
+        masked=not (divides(m, BLOCK) and divides(n, TILE_ROWS)),
+    )
     first_result = call.only(
         TEMPLATE,
         inputs,

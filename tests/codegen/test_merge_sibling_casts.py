@@ -15,6 +15,7 @@ from mxcompile import ops
 from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
 from mxcompile.offline import codegen
 from mxcompile.ops.view import Casts
+from mxcompile.versions import newer
 
 E4M3 = torch.float8_e4m3fn
 SHAPE = (70, 96)
@@ -98,6 +99,8 @@ def test_a_gated_layers_gradients_are_one_kernel(target, tokens):
     elements = tokens * hidden
     assert launch.num_bytes <= elements * (3 * 2 + 4 * (1 + 1 / 32)) * 1.01
     assert launch.facts is not None
-    assert 25 < launch.facts.per_element <= 38
+    # the tile is half as wide if rows are masked, and with newer versions of Triton, or its registers spill
+    whole = 36 if newer("triton", "3.7") else 33
+    assert 25 < launch.facts.per_element <= (38 if tokens % 32 else whole)
     assert not result.spilling
     assert result.kernel(launch).source.count("packed.sigmoid(") == 2
