@@ -5,7 +5,7 @@
     PACKED        E2M1 in blocks of 32 with E8M0 scales, of 16 with E4M3 ones   an FP4 instruction
     MX            MXFP8 in blocks of 32                                         an MX instruction
     AS_MX         power-of-two scales that whole blocks of 32 share             an MX instruction
-    INTEGER       MXINT8 in blocks of 32, many rows                             a CPU with VNNI
+    INTEGER       MXINT8 in blocks of 32, many rows                             a CPU that multiplies integers
     WEIGHT_ONLY   a weight stored in MXFP8, MXINT8 or packed FP4, few rows      a CPU, or a GPU with Triton
     EMULATED      all
 

@@ -8,6 +8,8 @@
 //
 //   bytes    AVX-512 with VNNI: four products a lane, of w + 128, which is unsigned, with x; less 128 · Σ x of the block
 //   int16    AVX2: codes become integers of 16 bits, two products a lane. Bytes would need a sign and as many steps
+//   dot      NEON with dot products: four products a lane, of signed bytes
+//   i8mm     NEON with products of matrices: eight products a lane; a register has the sums of two rows of each side
 //   loops    other ISAs, and extreme scales: one sum after the other, scaled in FP64
 //
 // The int16 form also takes x in BF16, as `int16_dot.h` rounds it: `many_rows_mm`.
@@ -20,6 +22,8 @@
 #define MXCOMPILE_INTEGER_LANES 16
 #elif MXCOMPILE_LANES == 8
 #define MXCOMPILE_INTEGER_LANES 8
+#elif MXCOMPILE_LANES == 4 && defined(__ARM_FEATURE_DOTPROD)
+#define MXCOMPILE_INTEGER_LANES 4
 #endif
 
 MXCOMPILE_VECTORIZED
@@ -31,12 +35,25 @@ namespace integers {  // a package has all kernels in one file
 using Number = int8_t;
 constexpr int64_t PART = 16, STRETCH = 32;  // lanes; blocks of K of which operands stay in the first-level cache
 constexpr int OFFSET = 128;  // that packed codes of w have
+constexpr int64_t HIGH = 1, TOGETHER = 4;  // rows of x whose sums a register has; products of a lane
+#elif MXCOMPILE_INTEGER_LANES == 4
+using Number = int8_t;
+constexpr int64_t PART = 4, STRETCH = 32;
+constexpr int OFFSET = 0;
+#ifdef __ARM_FEATURE_MATMUL_INT8
+constexpr int64_t HIGH = 2, TOGETHER = 8;
 #else
+constexpr int64_t HIGH = 1, TOGETHER = 4;
+#endif
+#else  // AVX2
 using Number = int16_t;
 constexpr int64_t PART = 8, STRETCH = 16;
 constexpr int OFFSET = 0;
+constexpr int64_t HIGH = 1, TOGETHER = 2;
 #endif
 constexpr int64_t TILE = 6, PANEL = 2 * PART;  // rows of x and of w whose sums stay in registers
+constexpr int64_t WIDE = PART / HIGH;  // rows of w whose sums a register has
+constexpr int64_t DOWN = TILE / HIGH, ACROSS = PANEL / WIDE;  // registers
 constexpr int64_t CHUNK = 1024;  // about how many rows of x share the packing of a panel
 constexpr int64_t SMALL = 1 << 20;  // products that are not worth waking threads for
 constexpr int LEAST_BYTE = 10, MOST_BYTE = 227;  // of scales whose products with sums are normal numbers
@@ -109,11 +126,11 @@ struct Packed {
   }
 };
 
-// A block of codes from one place to another. sum: of the codes. Returns whether one is not 0.
+// A block of codes to row r of a tile. sum: of the codes, where OFFSET is not 0. Returns whether a code is not 0.
 #if MXCOMPILE_INTEGER_LANES == 16
-inline bool copy_block(const int8_t* from, Number* to, int32_t& sum) {
+inline bool copy_block(const int8_t* from, int64_t r, Number* tile, int32_t& sum) {
   const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(tile + r * BLOCK), codes);
   const __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), codes);
   __m128i total = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
   total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0x4e));  // the upper half to the lower one
@@ -121,11 +138,23 @@ inline bool copy_block(const int8_t* from, Number* to, int32_t& sum) {
   return _mm256_test_epi8_mask(codes, codes) != 0;
 }
 #elif MXCOMPILE_INTEGER_LANES == 8
-inline bool copy_block(const int8_t* from, Number* to, int32_t& sum) {  // OFFSET is 0: nobody needs the sum
+inline bool copy_block(const int8_t* from, int64_t r, Number* tile, int32_t& sum) {
   int32_t some = sum = 0;
+  Number* to = tile + r * BLOCK;
 #pragma omp simd reduction(| : some)
   for (int64_t i = 0; i < BLOCK; i++) to[i] = from[i], some |= from[i];
   return some;
+}
+#elif MXCOMPILE_INTEGER_LANES == 4
+inline bool are_zeros(const int8_t* block) {
+  return !vmaxvq_u32(vreinterpretq_u32_s8(vorrq_s8(vld1q_s8(block), vld1q_s8(block + BLOCK / 2))));
+}
+
+inline bool copy_block(const int8_t* from, int64_t r, Number* tile, int32_t& sum) {
+  Number* to = tile + (r - r % HIGH) * BLOCK + r % HIGH * TOGETHER;
+  for (int64_t i = 0; i < BLOCK; i += TOGETHER) std::memcpy(to + i * HIGH, from + i, TOGETHER);
+  sum = 0;
+  return !are_zeros(from);
 }
 #endif
 
@@ -139,7 +168,7 @@ inline bool pack_tile(Codes from, int64_t first, int64_t at, Packed& to) {
     const int8_t* here = from.block(first, TILE, index, buffer, apart);
     for (int64_t r = 0; r < TILE; r++, at++) {
       int32_t sum;
-      const bool some = copy_block(here + r * apart, to.codes + at * BLOCK, sum);
+      const bool some = copy_block(here + r * apart, r, to.codes + (at - r) * BLOCK, sum);
       to.less[at] = -OFFSET * sum;
       extreme |= to.set_scale(at, some, first + r < from.rows ? from.scale(first + r, index) : 0);
     }
@@ -166,7 +195,6 @@ inline bool pack_tile(Numbers<X> from, int64_t first, int64_t at, Packed& to) {
 #if MXCOMPILE_INTEGER_LANES == 16
 using Sums = __m512i;
 using Scaled = __m512;
-constexpr int64_t TOGETHER = 4;  // products of a lane
 
 inline Sums equal(int32_t x) { return _mm512_set1_epi32(x); }
 inline Sums load_codes(const Number* from) { return _mm512_load_si512(from); }
@@ -235,10 +263,9 @@ inline Sums pack_across(Codes from, int64_t first, int64_t index, Number* to) {
 
 // The rows that have a bit.
 inline uint32_t not_zero(Sums all) { return _mm512_test_epi32_mask(all, all); }
-#else
+#elif MXCOMPILE_INTEGER_LANES == 8
 using Sums = __m256i;
 using Scaled = __m256;
-constexpr int64_t TOGETHER = 2;
 
 inline Sums equal(int32_t x) { return _mm256_set1_epi32(x); }
 inline Sums load_codes(const Number* from) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(from)); }
@@ -302,6 +329,60 @@ inline Sums pack_across(Codes from, int64_t first, int64_t index, Number* to) {
 inline uint32_t not_zero(Sums all) {
   return ~_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(all, _mm256_setzero_si256())));
 }
+#else
+using Sums = int32x4_t;
+using Scaled = float32x4_t;
+
+inline Sums equal(int32_t x) { return vdupq_n_s32(x); }
+inline Sums load_codes(const Number* from) { return vreinterpretq_s32_s8(vld1q_s8(from)); }
+inline Sums with_products(Sums w, Sums x, Sums sum) {
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  return vmmlaq_s32(sum, vreinterpretq_s8_s32(x), vreinterpretq_s8_s32(w));
+#else
+  return vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
+#endif
+}
+inline Scaled equal(float x) { return vdupq_n_f32(x); }
+inline Scaled load_sums(const float* from) { return vld1q_f32(from); }
+inline void store_sums(float* to, Scaled x) { vst1q_f32(to, x); }
+inline Scaled with_scaled(Sums sum, Scaled left, Scaled right, Scaled total) {
+  return vfmaq_f32(total, vmulq_f32(vcvtq_f32_s32(sum), left), right);
+}
+
+// TOGETHER codes of each of PART rows, then the next of each, at distances of PANEL rows. Returns the rows with a bit.
+inline uint32_t pack_rows(Codes from, int64_t first, int64_t index, Number* to) {
+  int8_t buffer[PART * BLOCK];
+  int64_t apart;
+  const int8_t* here = from.block(first, PART, index, buffer, apart);
+  uint32_t some = 0;
+  for (int64_t r = 0; r < PART; r++) {
+    const int8_t* row = here + r * apart;
+    for (int64_t i = 0; i < BLOCK; i += TOGETHER) std::memcpy(to + i * PANEL + r * TOGETHER, row + i, TOGETHER);
+    some |= static_cast<uint32_t>(!are_zeros(row)) << r;
+  }
+  return some;
+}
+
+inline uint32_t pack_across(Codes from, int64_t first, int64_t index, Number* to) { return pack_rows(from, first, index, to); }
+inline uint32_t not_zero(uint32_t rows) { return rows; }
+#endif
+
+// Codes and scales of x and scales of w as a register of sums needs them: for each of the sums that it has.
+#ifdef __ARM_FEATURE_MATMUL_INT8
+inline Sums codes_of_x(const Number* from) { return load_codes(from); }
+inline Scaled scales_of_x(const float* from) {
+  const Scaled two = vcombine_f32(vld1_f32(from), vdup_n_f32(0));
+  return vzip1q_f32(two, two);
+}
+inline Scaled scales_of_w(const float* from) { return vcombine_f32(vld1_f32(from), vld1_f32(from)); }
+#else
+inline Sums codes_of_x(const Number* from) {
+  int32_t codes;
+  std::memcpy(&codes, from, sizeof(codes));
+  return equal(codes);
+}
+inline Scaled scales_of_x(const float* from) { return equal(*from); }
+inline Scaled scales_of_w(const float* from) { return load_sums(from); }
 #endif
 
 // PANEL rows of w from `first` on, as `pack_rows` has them. Returns whether a scale is extreme.
@@ -321,38 +402,46 @@ inline bool pack_panel(Codes from, int64_t first, Packed& to) {
   return extreme;
 }
 
+// Where `out` of a tile has the sum of row r of x and row c of w.
+inline int64_t place_of_sum(int64_t r, int64_t c) {
+  return (r / HIGH * ACROSS + c / WIDE) * PART + r % HIGH * WIDE + c % WIDE;
+}
+
 // Adds to `out`, TILE × PANEL sums, those of `blocks` blocks.
 inline void add_tile(const Number* x, const float* s, const int32_t* less, const Number* w, const float* t, int64_t blocks,
                      float* out) {
-  constexpr std::make_integer_sequence<int, TILE> all_rows{};
-  Scaled total[TILE][2];
-  each(all_rows, [&](auto m) __attribute__((always_inline)) {
-    total[m][0] = load_sums(out + m * PANEL), total[m][1] = load_sums(out + m * PANEL + PART);
+  constexpr std::make_integer_sequence<int, DOWN> down{};
+  constexpr std::make_integer_sequence<int, ACROSS> across{};
+  Scaled total[DOWN][ACROSS];
+  each(down, [&](auto m) __attribute__((always_inline)) {
+    each(across, [&](auto n) __attribute__((always_inline)) { total[m][n] = load_sums(out + (m * ACROSS + n) * PART); });
   });
   for (int64_t block = 0; block < blocks; block++) {
-    Sums sum[TILE][2];
-    each(all_rows, [&](auto m) __attribute__((always_inline)) { sum[m][0] = sum[m][1] = equal(less[block * TILE + m]); });
+    Sums sum[DOWN][ACROSS];
+    each(down, [&](auto m) __attribute__((always_inline)) {
+      each(across, [&](auto n) __attribute__((always_inline)) { sum[m][n] = equal(OFFSET ? less[block * TILE + m] : 0); });
+    });
     const Number *its = w + block * BLOCK * PANEL, *own = x + block * TILE * BLOCK;
     each(std::make_integer_sequence<int, BLOCK / TOGETHER>(), [&](auto i) __attribute__((always_inline)) {
-      const Sums first = load_codes(its + i * TOGETHER * PANEL), second = load_codes(its + i * TOGETHER * PANEL + PART * TOGETHER);
-      each(all_rows, [&](auto m) __attribute__((always_inline)) {
-        int32_t codes;
-        std::memcpy(&codes, own + m * BLOCK + i * TOGETHER, sizeof(codes));
-        const Sums some = equal(codes);
-        sum[m][0] = with_products(first, some, sum[m][0]);
-        sum[m][1] = with_products(second, some, sum[m][1]);
+      Sums codes[ACROSS];
+      each(across, [&](auto n) __attribute__((always_inline)) { codes[n] = load_codes(its + (i * PANEL + n * WIDE) * TOGETHER); });
+      each(down, [&](auto m) __attribute__((always_inline)) {
+        const Sums some = codes_of_x(own + (m * BLOCK + i * TOGETHER) * HIGH);
+        each(across, [&](auto n) __attribute__((always_inline)) { sum[m][n] = with_products(codes[n], some, sum[m][n]); });
+      });
+      if (PART == 4) asm volatile("" ::: "memory");  // GCC would load for later steps, into more registers than there are
+    });
+    Scaled scale[ACROSS];
+    each(across, [&](auto n) __attribute__((always_inline)) { scale[n] = scales_of_w(t + block * PANEL + n * WIDE); });
+    each(down, [&](auto m) __attribute__((always_inline)) {
+      const Scaled factor = scales_of_x(s + block * TILE + m * HIGH);
+      each(across, [&](auto n) __attribute__((always_inline)) {
+        total[m][n] = with_scaled(sum[m][n], scale[n], factor, total[m][n]);
       });
     });
-    const Scaled left = load_sums(t + block * PANEL), right = load_sums(t + block * PANEL + PART);
-    each(all_rows, [&](auto m) __attribute__((always_inline)) {
-      const Scaled factor = equal(s[block * TILE + m]);
-      total[m][0] = with_scaled(sum[m][0], left, factor, total[m][0]);
-      total[m][1] = with_scaled(sum[m][1], right, factor, total[m][1]);
-    });
   }
-  each(all_rows, [&](auto m) __attribute__((always_inline)) {
-    store_sums(out + m * PANEL, total[m][0]);
-    store_sums(out + m * PANEL + PART, total[m][1]);
+  each(down, [&](auto m) __attribute__((always_inline)) {
+    each(across, [&](auto n) __attribute__((always_inline)) { store_sums(out + (m * ACROSS + n) * PART, total[m][n]); });
   });
 }
 
@@ -396,7 +485,7 @@ inline bool integer_mm_in_lanes(Side x, Codes w, const Bias* bias, int threads, 
         const int64_t columns = w.rows - first < PANEL ? w.rows - first : PANEL;
         for (int64_t r = 0; r < rows; r++)
           for (int64_t c = 0; c < columns; c++) {
-            const float sum = total[r * PANEL + c];
+            const float sum = total[r / TILE * TILE * PANEL + place_of_sum(r % TILE, c)];
             narrow(bias ? sum + widen(bias[first + c]) : sum, out[(above + r) * w.rows + first + c]);
           }
       }

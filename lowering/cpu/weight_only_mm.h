@@ -9,7 +9,7 @@
 //   loops      any x and ISA: the weight's values in FP32 times x in FP32
 //   fp32 dot   AVX2 and NEON: 32 codes become FP32 by shifts, one FMA applies the scale to their sum (`fp32_dot.h`); for x
 //              of ordinary exponents. Rows of a weight with NaN in it, or with extreme scales, are left to the loops.
-//   int16      AVX2, INT8: 32 codes times integers of 16 bits (`int16_dot.h`); for x of BF16 and long rows, or that are
+//   int16      AVX2, NEON with dot products, INT8: 32 codes times integers of 16 bits (`int16_dot.h`); for x of BF16 and long rows, or that are
 //              such integers, as all of MXINT8 are.
 //   integers   AVX2, E2M1: 64 codes become bytes by a table, a number of x is two or three (`integer_dot.h`); x as above.
 //   bf16 dot   AVX-512 with BF16 and byte permutations: codes become BF16 by a table (`bf16_dot.h`); for x of BF16,
@@ -210,7 +210,7 @@ inline void weight_only_mm(const X* x, Weight<Elem> weight, const Bias* bias, in
   if constexpr (std::is_same_v<X, Bfloat16>)
     if (ordinary(x, count)) return in_bf16(x, weight, bias, m, n, threads, out);
 #endif
-#if MXCOMPILE_LANES == 8
+#ifdef MXCOMPILE_INT16_DOT
   if constexpr (Elem::integer)
     if (Int16Dot::takes(x, count, weight.k)) return in_lanes<Int16Dot>(x, weight, bias, m, n, threads, out);
 #endif

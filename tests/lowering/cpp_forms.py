@@ -44,6 +44,7 @@ FORMS = {
     ),
     "avx512 bf16": ("-march=native", "-DCPU_CAPABILITY_AVX512"),
     "neon": ("-march=armv8-a",),
+    "neon dot": ("-march=armv8.2-a+dotprod",),
     "neon bf16 i8mm": ("-march=armv8.6-a",),
 }
 """By name, what a compiler is told; Inductor's names of its vector ISAs among it."""
@@ -56,7 +57,7 @@ _NEEDS = {
     "avx512": "avx512_vl",
     "avx512 bf16": "avx512_bf16",
 }
-EMULATED = {"neon": "cortex-a72", "neon bf16 i8mm": "max"}
+EMULATED = {"neon": "cortex-a72", "neon dot": "neoverse-n1", "neon bf16 i8mm": "max"}
 """By form, the CPU that the emulator is to be."""
 _TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 
@@ -111,14 +112,21 @@ def exported(name: str, parameters: str, body: str) -> str:
 
 def assembly(form: str, source: str) -> str:
     """What the compiler makes of `source` for the instruction set called `form`, which need not run here."""
-    command = [get_cpp_compiler(), *FLAGS, *FORMS[form], f"-I{HEADERS}", *("-x", "c++", "-S", "-o", "-", "-")]
+    compiler = _emulation()[0] if form in EMULATED else get_cpp_compiler()
+    command = [compiler, *FLAGS, *FORMS[form], f"-I{HEADERS}", *("-x", "c++", "-S", "-o", "-", "-")]
     return subprocess.run(command, input=source, check=True, capture_output=True, text=True).stdout
 
 
-def _emulated(form: str, source: str, stem: Path) -> emulated.Library:
-    compiler, emulator = map(shutil.which, _TOOLS)
-    if not compiler or not emulator:
+def _emulation() -> list[str]:
+    """The compiler and the emulator."""
+    programs = [path for path in map(shutil.which, _TOOLS) if path]
+    if len(programs) < len(_TOOLS):
         pytest.skip(f"{' and '.join(_TOOLS)} are not installed")
+    return programs
+
+
+def _emulated(form: str, source: str, stem: Path) -> emulated.Library:
+    compiler, emulator = _emulation()
     stem.with_suffix(".cpp").write_text(emulated.program(source), encoding="utf-8")
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
     command = [compiler, *flags, *FORMS[form], "-static", f"-I{HEADERS}", str(stem.with_suffix(".cpp"))]

@@ -15,7 +15,8 @@ GENOA = AVX512 | {"avx512_bf16": True}
 SAPPHIRE_RAPIDS = GENOA | {"avx512_fp16": True, "amx_bf16": True, "amx_tile": True}
 WITHOUT_AMX = {**SAPPHIRE_RAPIDS, "amx_bf16": False}
 ARM = {"architecture": "arm64", "neon": True, "fp16_arith": True}
-GRAVITON3 = ARM | {"bf16": True, "i8mm": True, "sve": True, "sve_bf16": True}
+GRAVITON2 = ARM | {"dot": True}
+GRAVITON3 = GRAVITON2 | {"bf16": True, "i8mm": True, "sve": True, "sve_bf16": True}
 
 MACHINES = {
     "Zen 3": (X86, "", "AVX2", {torch.bfloat16, torch.float16}),
@@ -26,6 +27,7 @@ MACHINES = {
     "Sapphire Rapids": (SAPPHIRE_RAPIDS, "", "AMX BF16", set()),
     "Sapphire Rapids without AMX": (WITHOUT_AMX, "avx512_core_bf16", "AVX-512 BF16", {torch.float16}),
     "Cortex-A72": (ARM, "", "NEON", {torch.bfloat16, torch.float16}),
+    "Graviton 2": (GRAVITON2, "", "NEON", {torch.bfloat16, torch.float16}),
     "Graviton 3": (GRAVITON3, "", "SVE BF16", {torch.float16}),
 }
 
@@ -55,7 +57,9 @@ def test_this_machine_decides_the_target():
         (GENOA, "AVX2", "AVX2"),
         (SAPPHIRE_RAPIDS, "", "AVX-512 VNNI"),
         (SAPPHIRE_RAPIDS, "AVX512_CORE_BF16", "AVX-512 VNNI"),
-        (GRAVITON3, "", ""),
+        (ARM, "", ""),
+        (GRAVITON2, "", "DotProd"),
+        (GRAVITON3, "", "I8MM"),
     ],
 )
 def test_integers_are_multiplied_where_they_are_faster_than_fp32(
@@ -92,6 +96,12 @@ def test_vectors_follow_the_mask():
         (SAPPHIRE_RAPIDS, "", {torch.bfloat16: "BF16 by AMX is faster"}),
         (SAPPHIRE_RAPIDS, "AVX512_CORE_BF16", {}),
         (ARM, "", dict.fromkeys((torch.bfloat16, torch.float32), "no kernel multiplies bytes on NEON")),
+        (GRAVITON2, "", {}),
+        (
+            GRAVITON3,
+            "",
+            {torch.bfloat16: "with scales, integers take as many instructions as BF16 by SVE BF16"},
+        ),
     ],
 )
 def test_products_that_do_not_run_in_integers_have_a_reason(capabilities, max_isa: str, reasons: dict):

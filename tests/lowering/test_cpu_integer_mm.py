@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
-from cpp_forms import exported, fixture_of, integer, pointer
+from cpp_forms import assembly, exported, fixture_of, integer, pointer, unit
 from helpers.needs import pretend_cpu
 from helpers.policies import every
 from helpers.stored_weights import FeedForward
@@ -100,6 +100,21 @@ def test_sums_are_within_the_rounding_of_fp32(
     error = (sums - exact).abs() - rounding * exact.abs() - (k / 32 + 3) * 2.0**-24 * most
     assert bool((error <= 2.0**-126)[inside & (most < 3e38)].all())
     assert not sums[~inside & (exact.abs() > 4e38)].isfinite().any()
+
+
+INSTRUCTIONS = {
+    "avx2": "vpmaddwd",
+    "avx2 vnni": "vpdpwssd",
+    "neon dot": "sdot",
+    "neon bf16 i8mm": "smmla",
+}
+
+
+@pytest.mark.parametrize("form", INSTRUCTIONS)
+def test_sums_are_made_by_the_instructions_of_the_form(form: str):
+    """Loops would have the same values."""
+    code = assembly(form, unit("integer_mm.h", _functions()))
+    assert code.count(f"{INSTRUCTIONS[form]}\t") >= 48
 
 
 def test_sums_of_blocks_are_exact(product: Product):

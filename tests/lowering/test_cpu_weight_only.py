@@ -154,6 +154,20 @@ def test_sums_of_integers_are_exact(product: Product, m: int, n: int, k: int, dt
     assert torch.equal(product(x.to(dtype), codes, scales, None, "INT8", F32).double(), exact)
 
 
+@pytest.mark.parametrize("k", [64, 544])
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+def test_activations_of_16_bits_are_exact(product: Product, k: int, dtype: torch.dtype):
+    """Beside the largest and the smallest numbers of 16 bits, where two signed bytes end."""
+    edges = [16384, 32512, 32639, 32640, 32641, 32767]
+    numbers = torch.tensor([sign * edge for edge in edges for sign in (1, -1)], dtype=torch.float32).to(dtype)
+    x = torch.ones(len(numbers), k, dtype=dtype)
+    x[:, 5] = numbers.clamp(-32767, 32767) if dtype is F32 else numbers.clamp(-32640, 32640)
+    codes, scales = torch.zeros(9, k, dtype=torch.int8), torch.full((9, k // 32), 133, dtype=torch.uint8)
+    codes[:, 5], codes[:, 6] = torch.arange(-4, 5), -128
+    sums = product(x, codes, scales, None, "INT8", F32)
+    assert torch.equal(sums.double(), x.double() @ codes.double().t())
+
+
 def test_a_nan_block_and_a_short_last_block(product: Product):
     """NaN stays in its row; what lies behind the end of a row counts for nothing."""
     qdata, scales = quantize(torch.ones(3, 70), -1, torch.float8_e4m3fn, "rceil")

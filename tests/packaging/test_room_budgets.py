@@ -16,7 +16,7 @@ BUDGETS = {
     "lowering": 222,
     "lowering/chips": 919,
     "lowering/choices": 921,
-    "lowering/cpu": 941,
+    "lowering/cpu": 949,
     "lowering/graph": 2_542,
     "lowering/inductor": 1_707,
     "lowering/kernels": 2_297,
