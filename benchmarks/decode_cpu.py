@@ -10,6 +10,7 @@ file of their own.
     bf16 inductor            torch.compile of `F.linear`
     fp32 inductor            the same with weight and activations in FP32
     bf16 inductor, frozen    in BF16 with Inductor's freezing, which packs the weight for oneDNN
+    mxcompile bf16           a layer that the policy keeps in BF16
     mxcompile mxfp8, mxint8, mxfp4, nvfp4   in BF16 with the weight stored, under backend="mxfp8"
     mxcompile mxint8, activations too   both operands in MXINT8
     torchao int8             int8 weight-only, compiled
@@ -88,6 +89,18 @@ def _stored(weight: Tensor, form: Format, *, small_pages: bool = False) -> nn.Mo
     return linear
 
 
+class Kept(nn.Module):
+    """A linear layer that stays in BF16, in a graph that has a small stored weight too."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.kept, self.stored = _dense(weight), _stored(weight[:32], STORED["mxfp8"])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the products with both weights."""
+        return self.kept(x), self.stored(x)
+
+
 class LlamaCpp:
     """A process of ``llama_cpp.cpp`` for products of one type. A call runs a product and returns its ms."""
 
@@ -162,6 +175,9 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
             for word, form in STORED.items()
         },
     }
+    ways["mxcompile bf16"] = torch.compile(
+        Kept(weight), backend="mxfp8", dynamic=False, options={"policy": "bf16"}
+    )
     ways["mxcompile mxfp8, small pages"] = torch.compile(
         _stored(weight, STORED["mxfp8"], small_pages=True),
         backend="mxfp8",

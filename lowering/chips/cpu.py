@@ -22,6 +22,7 @@ TARGETS = (
         integers=features().integers,
         no_integers=features().no_integers,
         many_rows=features().many_rows,
+        few_rows=features().few_rows,
     ),
     _cpu("cpu_bf16", "a CPU, its products in BF16", frozenset()),
     _cpu("cpu_fp32", "a CPU, its products in FP32", frozenset({torch.bfloat16, torch.float16})),

@@ -36,7 +36,8 @@ class Target:
     GEMM reads fastest. slow_dtypes: dtypes whose products the vendor's library computes faster in FP32.
     integers: instructions with which a CPU multiplies bytes faster than FP32, or "". no_integers: reasons
     why products do not run in integers, by the dtype in which they run instead. many_rows: the kernel with
-    which a CPU multiplies many rows of BF16 by a stored weight, or "" if the vendor's GEMM does.
+    which a CPU multiplies many rows of BF16 by a stored weight, or "" if the vendor's GEMM does. few_rows:
+    most rows of BF16 for which a CPU has a kernel that multiplies an unquantized weight faster.
     long_k: from this K on, the library's NVFP4 GEMM and a separate epilogue kernel are faster than our GEMM
     with its epilogue; 0: always. groups_in_library: whether the vendor's library has a grouped MXFP8 GEMM.
     prefers_cudnn: whether PyTorch selects cuDNN's attention. tiles: configs of the kernel families. peak:
@@ -69,6 +70,7 @@ class Target:
     integers: str = ""
     no_integers: Mapping[torch.dtype, str] = field(default_factory=dict, hash=False)
     many_rows: str = ""
+    few_rows: int = 0
     long_k: int = 0
     groups_in_library: bool = False
     prefers_cudnn: bool = False

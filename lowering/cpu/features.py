@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mxcompile.lowering.cpu import AMX, INT16
+from mxcompile.lowering.cpu import AMX, INT16, LEAST_ROWS, MOST_ROWS
 
 _ISA = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI",
         "AVX512_CORE_BF16", "AVX10_1_512", "AVX512_CORE_FP16", "AVX10_1_512_AMX", "AVX512_CORE_AMX",
@@ -80,6 +80,16 @@ class Features:
     def many_rows(self) -> str:
         """The kernel for many rows of BF16 times a stored weight, or "" if the vendor's GEMM runs."""
         return AMX if self.bf16 == "AMX BF16" else INT16 if self.integers == "AVX2" else ""
+
+    @property
+    def few_rows(self) -> int:
+        """The most rows of BF16 that ``few_rows_mm.h`` multiplies faster than the vendor's GEMM.
+
+        Not measured on ARM, where PyTorch has kernels of its own for BF16.
+        """
+        if self.bf16 in ("SVE BF16", "NEON BF16"):
+            return 0
+        return LEAST_ROWS[AMX] - 1 if self.many_rows == AMX else MOST_ROWS
 
     @property
     def no_integers(self) -> dict[torch.dtype, str]:

@@ -1,8 +1,9 @@
-"""``mx.weight_only_mm`` on CPU: the kernels of ``weight_only_mm.h``, ``integer_mm.h`` and ``tile_mm.h``.
+"""``mx.weight_only_mm`` on CPU, by four headers.
 
-    out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows
+    out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows, or as x
 
-Many rows run by one of the latter two if `graph.weight_only` chose that. Else the vendor's GEMM multiplies
+``weight_only_mm.h`` multiplies few rows by a stored weight, ``few_rows_mm.h`` by a weight in BF16. Many rows
+run by ``integer_mm.h`` or ``tile_mm.h`` if `graph.weight_only` chose that. Else the vendor's GEMM multiplies
 more rows than `MOST_ROWS` by the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that
 is not a vector is added after the kernel.
 """
@@ -29,7 +30,7 @@ _MANY = {INT16: ("integer_mm.h", "many_rows_mm"), AMX: ("tile_mm.h", "tile_weigh
 def lower_weight_only_mm(
     x: ir.TensorBox,
     qdata: ir.TensorBox,
-    scale: ir.TensorBox,
+    scale: ir.TensorBox | None,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
     fmt: str,
@@ -39,6 +40,8 @@ def lower_weight_only_mm(
     if not kernel.takes(x, *(part.get_dtype() for part in (x, bias) if part is not None)):
         return None
     m, n = x.get_size()[0], qdata.get_size()[0]
+    if scale is None:
+        return _unquantized(x, qdata, bias, out_dtype)
     kernels = " ".join(tag.kernel for tag in tags_of(V.graph.current_node))
     chosen = next((row for name, row in _MANY.items() if name in kernels), None)
     if chosen is None and V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
@@ -54,6 +57,24 @@ def lower_weight_only_mm(
         )
 
     return kernel.product(header, body, inputs, bias, [m, n], out_dtype)
+
+
+def _unquantized(
+    x: ir.TensorBox, weight: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype
+) -> ir.TensorBox:
+    size = [x.get_size()[0], *weight.get_size()]
+
+    def body(words: CppNames) -> str:
+        arguments = [
+            words.pointer("x"),
+            words.pointer("w"),
+            words.optional("bias"),
+            words.size_arguments(*size),
+        ]
+        return f"mxcompile::few_rows_mm({', '.join(arguments)}, {words.threads}, {words.pointer('out')});"
+
+    inputs = {"x": kernel.stored(x), "w": kernel.stored(weight)}
+    return kernel.product("few_rows_mm.h", body, inputs, bias, size[:2], out_dtype)
 
 
 def parts(

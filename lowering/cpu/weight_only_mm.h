@@ -32,9 +32,6 @@ constexpr int64_t MOST_WEIGHTS = 4;  // the same in lanes: a Zen 3 reads four st
 #else
 constexpr int64_t MOST_WEIGHTS = 8;  // the same in lanes of AVX2 and NEON
 #endif
-constexpr int64_t TURN = 64;      // rows of the weight that a thread takes at a time, whichever is free
-constexpr int64_t BETWEEN = 128;  // rows between those decoded together: as many streams, each read in order
-constexpr int64_t LITTLE = 1 << 15;  // codes that are not worth waking threads for
 
 inline int64_t padded(int64_t k) { return (k + 127) / 128 * 128; }  // to steps of any form
 
@@ -131,36 +128,6 @@ inline void sums_in_lanes(const float* x, Weight<typename Form::Element> weight,
   sums_by_loops(plain.get(), weight, count, weights, sums);
 }
 #endif
-
-// `sums(m, count, rows, weights, found)` finds those of `count` ≤ ROWS rows of x from row m on and of `group` rows of the
-// weight at a time, those of a row of the weight ROWS apart. The rows of a group lie `between` apart, as often as n has
-// `group` times as many rows; the rest lie together.
-template <int64_t group, class Elem, class Bias, class Out, class Sums>
-inline void for_outputs(Weight<Elem> weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out, Sums sums) {
-  const int64_t turns = 2 * threads, most = n / (turns * group);  // each thread has some turns, however few rows
-  const int64_t between = most > BETWEEN ? BETWEEN : most > 1 ? most : 1;
-  const int64_t apart = n / (group * between) * between, rest = n - apart * group;
-#pragma omp parallel for num_threads(threads) if (n * weight.k > LITTLE) \
-    schedule(dynamic, between * group > TURN ? between : TURN / group)
-  for (int64_t index = 0; index < apart + (rest + group - 1) / group; index++) {
-    const bool together = index >= apart;
-    const int64_t first = together ? index * group : index / between * between * group + index % between;
-    const int64_t weights = together && n - first < group ? n - first : group;
-    Weight<Elem> rows = weight.from(first);
-    rows.between = together ? 1 : between;
-    for (int64_t start = 0; start < m; start += ROWS) {
-      float found[group * ROWS];
-      const int64_t count = m - start < ROWS ? m - start : ROWS;
-      sums(start, count, rows, weights, found);
-      for (int64_t w = 0; w < weights; w++)
-        for (int64_t i = 0; i < count; i++) {
-          const int64_t row = first + w * rows.between;
-          const float sum = found[w * ROWS + i];
-          narrow(bias ? sum + widen(bias[row]) : sum, out[(start + i) * n + row]);
-        }
-    }
-  }
-}
 
 template <class X, class Elem, class Bias, class Out>
 inline void by_loops(const X* x, Weight<Elem> weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out) {

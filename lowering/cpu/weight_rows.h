@@ -11,6 +11,9 @@ namespace mxcompile {
 constexpr int64_t ROWS = 8;        // of x that share one decoding of the weight
 constexpr int64_t LINE_BYTES = 64;  // of the cache
 constexpr int64_t AHEAD = 4096;    // bytes of a row between what is decoded and what is fetched from memory
+constexpr int64_t TURN = 64;       // rows of the weight that a thread takes at a time, whichever is free
+constexpr int64_t BETWEEN = 128;   // rows between those decoded together: as many streams, each read in order
+constexpr int64_t LITTLE = 1 << 15;  // numbers that are not worth waking threads for
 
 // Codes and scales of rows of k numbers, `between` rows from one to the next that is decoded with it. whole: what divides
 // the scales of two levels, `apart` numbers from one row to the next; null if it is 1.
@@ -59,6 +62,36 @@ inline bool ordinary(const X* x, int64_t count, uint32_t no_number = INFINITY_BI
     others |= static_cast<uint32_t>(size - least >= most - least) & static_cast<uint32_t>(size - 1 < no_number - 1);
   }
   return !others;
+}
+
+// `sums(m, count, rows, weights, found)` finds those of `count` ≤ ROWS rows of x from row m on and of `group` rows of the
+// weight at a time, those of a row of the weight ROWS apart. The rows of a group lie `between` apart, as often as n has
+// `group` times as many rows; the rest lie together.
+template <int64_t group, class Rows, class Bias, class Out, class Sums>
+inline void for_outputs(Rows weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out, Sums sums) {
+  const int64_t turns = 2 * threads, most = n / (turns * group);  // each thread has some turns, however few rows
+  const int64_t between = most > BETWEEN ? BETWEEN : most > 1 ? most : 1;
+  const int64_t apart = n / (group * between) * between, rest = n - apart * group;
+#pragma omp parallel for num_threads(threads) if (n * weight.k > LITTLE) \
+    schedule(dynamic, between * group > TURN ? between : TURN / group)
+  for (int64_t index = 0; index < apart + (rest + group - 1) / group; index++) {
+    const bool together = index >= apart;
+    const int64_t first = together ? index * group : index / between * between * group + index % between;
+    const int64_t weights = together && n - first < group ? n - first : group;
+    Rows rows = weight.from(first);
+    rows.between = together ? 1 : between;
+    for (int64_t start = 0; start < m; start += ROWS) {
+      float found[group * ROWS];
+      const int64_t count = m - start < ROWS ? m - start : ROWS;
+      sums(start, count, rows, weights, found);
+      for (int64_t w = 0; w < weights; w++)
+        for (int64_t i = 0; i < count; i++) {
+          const int64_t row = first + w * rows.between;
+          const float sum = found[w * ROWS + i];
+          narrow(bias ? sum + widen(bias[row]) : sum, out[(start + i) * n + row]);
+        }
+    }
+  }
 }
 
 // The first number of a line of the cache at or behind `memory`: what lies across two takes twice as long to load.

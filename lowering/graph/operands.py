@@ -20,6 +20,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart, ScaleLayout
 from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import VIEWS, packet
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import Cast, Unpack, result_of
@@ -78,6 +79,13 @@ class DequantizedOperands:
         arguments = cast.arguments(copies=[str(values)], **changes)
         (result,) = self._build.results(self._build.call(ops.cast, *arguments, like=like))
         return result
+
+
+def is_input(node: Any) -> bool:
+    """Whether `node` is an input of the graph, or a view of an input."""
+    while isinstance(node, fx.Node) and packet(node) in VIEWS:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:

@@ -21,6 +21,7 @@ from mxcompile.lowering import candidates, optional
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
+from mxcompile.lowering.graph.few_rows import FewRows
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.graph.integer import Integer
 from mxcompile.lowering.graph.lowering_pass import LoweringPass
@@ -56,6 +57,7 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     Fuse,
     CachedAttention,
     Integer,
+    FewRows,
     WeightOnly,
     VendorFP8,
     Expand,

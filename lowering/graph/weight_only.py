@@ -27,7 +27,7 @@ from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import VIEWS, aten, packet
+from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
@@ -37,7 +37,7 @@ from mxcompile.lowering.choices.weight_only_forms import forms, most_rows
 from mxcompile.lowering.cpu import COMPILED_FOR, INT16, LEAST_ROWS, LONG, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
-from mxcompile.lowering.graph.operands import DequantizedOperands, stored
+from mxcompile.lowering.graph.operands import DequantizedOperands, is_input, stored
 from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Dequantize, Product, Unpack
 
@@ -139,7 +139,7 @@ class WeightOnly(LoweringPass):
             return False
         if self._on_cpu and not (use.swapped and weight.is_contiguous() and scales.is_contiguous()):
             return False  # the kernel reads it in memory order
-        if not (_is_input(use.qdata) and _is_input(use.scale)):
+        if not (is_input(use.qdata) and is_input(use.scale)):
             return False
         dtype = working_dtype(out.dtype, self.target)
         if self._on_cpu:
@@ -221,10 +221,3 @@ def _of_plain(node: fx.Node) -> _Use | None:
         form=dequantize.form,
         global_scale=dequantize.global_scale,
     )
-
-
-def _is_input(node: Any) -> bool:
-    """Whether `node` is an input of the graph, or a view of an input."""
-    while isinstance(node, fx.Node) and packet(node) in VIEWS:
-        node = node.args[0]
-    return isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")

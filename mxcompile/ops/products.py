@@ -5,7 +5,8 @@
     matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), accumulated in FP32, rounded once
     grouped_matmul      one GEMM per group; `offs` has the ends of the groups, as in `aten._grouped_mm`
     grouped_mm          the same of operands in any floating-point dtype
-    weight_only_mm      x[M, K] · decode(w[N, K])ᵀ (+ bias[N]), accumulated in FP32; w as for `decode`
+    weight_only_mm      x[M, K] · decode(w[N, K])ᵀ (+ bias[N]), accumulated in FP32; w as for `decode`,
+                        or without scales, as x
     quantize_mm         matmul(cast(x), b) (+ bias[N]) of matrices; the product's kernel casts x
     flatten             x → its elements in one dimension (see `passes/flatten.py`)
 
@@ -112,13 +113,15 @@ def _rounded(
 def _weight_only_mm(
     x: Tensor,
     qdata: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fmt: str,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    weight = decoded(qdata, scale, -1, fmt, torch.float32, global_scale=global_scale)
+    weight = qdata.to(torch.float32)
+    if scale is not None:
+        weight = decoded(qdata, scale, -1, fmt, torch.float32, global_scale=global_scale)
     return _rounded(x.to(torch.float32) @ weight.t(), out_dtype, bias)
 
 
@@ -187,7 +190,7 @@ grouped_matmul = define(
     lambda a, scale_a, b, scale_b, offs, out_dtype, *_: [(_grouped_shape(a, b, offs), out_dtype)],
 )
 weight_only_mm = define(
-    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt,"
+    "weight_only_mm(Tensor x, Tensor qdata, Tensor? scale, Tensor? bias, ScalarType out_dtype, str fmt,"
     " Tensor? global_scale=None) -> Tensor",
     _weight_only_mm,
     lambda x, qdata, scale, bias, out_dtype, *_: [((x.shape[0], qdata.shape[0]), out_dtype)],

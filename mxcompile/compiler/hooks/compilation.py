@@ -130,7 +130,7 @@ class Compilation:
         """Hash of everything that the hooks and the part depend on."""
         slow_dtypes = sorted(map(str, self.target.slow_dtypes))
         integers = f"{self.target.integers} {self.target.no_integers}"
-        target = f"{self.target.name} {slow_dtypes} {integers} {self.target.many_rows}"
+        target = f"{self.target.name} {slow_dtypes} {integers} {self.target.many_rows} {self.target.few_rows}"
         parts = sources_hash(), self.options.fingerprint(), target, self.capture.identity, settings()
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -1,0 +1,76 @@
+"""few_rows: products of few rows of BF16 read an unquantized weight as it lies in memory, on CPUs.
+
+    mm(x, wᵀ) → weight_only_mm(x, w)
+
+These are products of layers that the policy keeps in BF16, such as the head. The vendor's GEMM rearranges the
+weight in every call, and a CPU without BF16 instructions converts it to FP32 in every call (`promote`). Both
+take longer than the product. Graphs without quantized operands keep the results of Inductor to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import hint, is_empty, lies_in_order, set_tag, tags_of, tensor, value_of
+from mxcompile.graph.transpose import untransposed
+from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.operands import is_input
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FewRows(LoweringPass):
+    """Chooses the kernel for few rows of BF16 and weights in BF16."""
+
+    name: ClassVar[str] = "few_rows"
+
+    @property
+    def applies(self) -> bool:
+        """Whether the CPU has the kernel, and can compile it."""
+        return self.target.few_rows > 0 and not kernel.obstacle()
+
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """Returns the products of `graph` that the kernel supports."""
+        return (node for node in graph.nodes if packet(node) in (aten.mm, aten.addmm) and self._takes(node))
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Replaces the candidates, and names their kernel, if a tensor of `graph` is quantized."""
+        if not any(packet(node) in ops.CASTS | ops.PRODUCTS for node in graph.nodes):
+            return NO_REASONS
+        build = Builder(graph, self.name)
+        for node in list(self.candidates(graph)):
+            x, weight = operands(node)
+            bias = node.args[0] if packet(node) is aten.addmm else None
+            arguments = (x, untransposed(weight)[0], None, bias, torch.bfloat16, "")
+            with graph.inserting_before(node):
+                result = build.call(ops.weight_only_mm, *arguments, like=node)
+            name = "mx_weight_only_mm C++ (bfloat16)"
+            set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(name)) for tag in tags_of(node)))
+            build.replace(node, result)
+        return NO_REASONS
+
+    def _takes(self, node: fx.Node) -> bool:
+        out, parts = tensor(node), [tensor(part) for part in node.all_input_nodes]
+        weight, is_transposed = untransposed(operands(node)[1])
+        if (
+            out is None
+            or out.device.type != self.device
+            or node.kwargs
+            or not tags_of(node)
+            or not is_transposed
+        ):
+            return False
+        if any(part is None or part.dtype is not torch.bfloat16 for part in parts):
+            return False
+        if is_empty((*out.shape, value_of(weight).shape[1])) or hint(out.shape[0]) > self.target.few_rows:
+            return False
+        return is_input(weight) and lies_in_order(value_of(weight))
