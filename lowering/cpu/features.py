@@ -51,6 +51,8 @@ _VECTORS = {
 }
 """Name of the instructions, and the least ISA of oneDNN that uses them, "" on ARM; the best first."""
 
+_NO_VECTORS = "no vectors"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
@@ -87,7 +89,7 @@ class Features:
 
         Not measured on ARM, where PyTorch has kernels of its own for BF16.
         """
-        if self.bf16 in ("SVE BF16", "NEON BF16"):
+        if self.bf16 in ("SVE BF16", "NEON BF16") or self.vectors == _NO_VECTORS:
             return 0
         return LEAST_ROWS[AMX] - 1 if self.many_rows == AMX else MOST_ROWS
 
@@ -142,7 +144,7 @@ def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
         return next(names, "")
 
     return Features(
-        vectors=first(_VECTORS) or "no vectors",
+        vectors=first(_VECTORS) or _NO_VECTORS,
         bf16=first(_BF16),
         fp16=first(_FP16),
         int8=first(_INT8),

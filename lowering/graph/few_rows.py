@@ -4,7 +4,8 @@
 
 These are products of layers that the policy keeps in BF16, such as the head. The vendor's GEMM rearranges the
 weight in every call, and a CPU without BF16 instructions converts it to FP32 in every call (`promote`). Both
-take longer than the product. Graphs without quantized operands keep the results of Inductor to the bit.
+take longer than the product. If the number of rows is symbolic, the vendor's GEMM stays, because it may be
+large in a later call. Graphs without quantized operands keep the results of Inductor to the bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import hint, is_empty, lies_in_order, set_tag, tags_of, tensor, value_of
+from mxcompile.graph.tags import is_empty, lies_in_order, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
@@ -59,18 +60,13 @@ class FewRows(LoweringPass):
         return NO_REASONS
 
     def _takes(self, node: fx.Node) -> bool:
-        out, parts = tensor(node), [tensor(part) for part in node.all_input_nodes]
+        values = [tensor(part) for part in (node, *node.all_input_nodes)]
+        if any(value is None or value.dtype is not torch.bfloat16 for value in values):
+            return False
         weight, is_transposed = untransposed(operands(node)[1])
-        if (
-            out is None
-            or out.device.type != self.device
-            or node.kwargs
-            or not tags_of(node)
-            or not is_transposed
-        ):
+        matrix, rows = value_of(weight), value_of(node).shape[0]
+        if not isinstance(rows, int) or rows > self.target.few_rows or is_empty((rows, *matrix.shape)):
             return False
-        if any(part is None or part.dtype is not torch.bfloat16 for part in parts):
+        if matrix.device.type != self.device or not is_transposed or node.kwargs or not tags_of(node):
             return False
-        if is_empty((*out.shape, value_of(weight).shape[1])) or hint(out.shape[0]) > self.target.few_rows:
-            return False
-        return is_input(weight) and lies_in_order(value_of(weight))
+        return is_input(weight) and lies_in_order(matrix)

@@ -83,6 +83,14 @@ def test_many_rows_of_bf16_have_a_kernel(capabilities, max_isa: str, kernel: str
     assert features_of(capabilities, max_isa).many_rows == kernel
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "rows"),
+    [(X86, 16), (GENOA, 16), (SAPPHIRE_RAPIDS, 6), (GRAVITON2, 16), (GRAVITON3, 0), ({}, 0)],
+)
+def test_few_rows_of_bf16_have_a_kernel(capabilities, rows: int):
+    assert features_of(capabilities).few_rows == rows
+
+
 def test_vectors_follow_the_mask():
     assert features_of(GENOA, "AVX2").vectors == "AVX2"
 
