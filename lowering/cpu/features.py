@@ -75,7 +75,10 @@ class Features:
 
     @property
     def integers(self) -> str:
-        """The instructions that multiply matrices in MXINT8 faster than the CPU multiplies FP32, or ""."""
+        """The instructions that multiply matrices in MXINT8 faster than the CPU multiplies FP32, or "".
+
+        On ARM they take fewer instructions; their time is not measured.
+        """
         return self.int8 or ("AVX2" if self.vectors == "AVX2" else "")
 
     @property

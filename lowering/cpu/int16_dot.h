@@ -32,7 +32,7 @@ struct Int16 {
 #if MXCOMPILE_LANES == 8
 struct Int16Numbers : Int16 {
   using Number = __m256i;
-  static constexpr float least = -32768;  // X that there is
+  static constexpr float least = -32768;  // the least X
 
   static inline __attribute__((always_inline)) void unpack(const uint8_t* codes, Codes&, Number* out) {
     for (int i = 0; i < parts; i++)
@@ -54,7 +54,7 @@ struct Int16Numbers : Int16 {
 #else
 struct Int16Numbers : Int16 {
   using Number = int8x16_t;
-  static constexpr float least = -255 * 128;
+  static constexpr float least = -255 * 128;  // a smaller X has an a of 128
 
   static inline __attribute__((always_inline)) void unpack(const uint8_t* codes, Codes&, Number* out) {
     for (int i = 0; i < parts; i++) out[i] = vreinterpretq_s8_u8(vld1q_u8(codes + i * CODES));
@@ -73,7 +73,7 @@ struct Int16Numbers : Int16 {
     return product(vcvtq_f32_s32(both), everywhere(x[padded / 2 + index]));
   }
 
-  // All a of a block, then all b. −a is at most 128: BF16 has 255·2^7.
+  // All a of a block, then all b. X is at least `least`, as all of BF16 are.
   static void arrange_block(int16_t* block) {
     int8_t bytes[2 * BLOCK];
     for (int64_t i = 0; i < BLOCK; i++) {

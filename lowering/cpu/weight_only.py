@@ -1,6 +1,6 @@
 """``mx.weight_only_mm`` on CPU, by four headers.
 
-    out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows, or as x
+    out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored in blocks along its rows, or in BF16
 
 ``weight_only_mm.h`` multiplies few rows by a stored weight, ``few_rows_mm.h`` by a weight in BF16. Many rows
 run by ``integer_mm.h`` or ``tile_mm.h`` if `graph.weight_only` chose that. Else the vendor's GEMM multiplies

@@ -6,7 +6,7 @@
     grouped_matmul      one GEMM per group; `offs` has the ends of the groups, as in `aten._grouped_mm`
     grouped_mm          the same of operands in any floating-point dtype
     weight_only_mm      x[M, K] · decode(w[N, K])ᵀ (+ bias[N]), accumulated in FP32; w as for `decode`,
-                        or without scales, as x
+                        or, without scales, in the dtype of x
     quantize_mm         matmul(cast(x), b) (+ bias[N]) of matrices; the product's kernel casts x
     flatten             x → its elements in one dimension (see `passes/flatten.py`)
 

@@ -14,6 +14,7 @@ from helpers.stored_weights import FeedForward
 from torch import Tensor, nn
 
 import mxcompile
+from mxcompile.lowering.cpu import kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 TYPES = {F32: "float", BF16: "Bfloat16"}
@@ -130,6 +131,13 @@ def test_a_symbolic_number_of_rows_is_left_to_the_vendor():
     """It may be large in a later call."""
     model, xs = FeedForward(160, 330).bfloat16(), [torch.randn(rows, 160, dtype=BF16) for rows in (3, 5)]
     assert kernels(model, *xs, policy=keeping("gate", "nvidia"), dynamic=True) == {"aten.mm"}
+
+
+def test_without_a_compiler_the_record_has_the_reason(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel, "obstacle", lambda: "no C++ compiler")
+    x = torch.randn(3, 160, dtype=BF16)
+    names = kernels(FeedForward(160, 330).bfloat16(), x, policy=keeping("gate", "nvidia"))
+    assert names == {"aten.mm; no C++ compiler"}
 
 
 def test_without_quantized_operands_products_stay_those_of_inductor():
