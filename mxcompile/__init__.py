@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from mxcompile.analysis.explain.rank import explain_rank as explain_rank
     from mxcompile.analysis.explain.rank import sweep_meshes as sweep_meshes
     from mxcompile.analysis.tune import tune as tune
-    from mxcompile.checkpoint import ExportedWeights as ExportedWeights
-    from mxcompile.checkpoint import PackagedModel as PackagedModel
-    from mxcompile.checkpoint import export_weights as export_weights
-    from mxcompile.checkpoint import load_package as load_package
-    from mxcompile.checkpoint import load_quantized as load_quantized
-    from mxcompile.checkpoint import save_package as save_package
-    from mxcompile.checkpoint import save_quantized as save_quantized
+    from mxcompile.checkpoint.export import ExportedWeights as ExportedWeights
+    from mxcompile.checkpoint.export import export_weights as export_weights
+    from mxcompile.checkpoint.load import load_quantized as load_quantized
+    from mxcompile.checkpoint.package import save_package as save_package
+    from mxcompile.checkpoint.packaged_model import PackagedModel as PackagedModel
+    from mxcompile.checkpoint.packaged_model import load_package as load_package
+    from mxcompile.checkpoint.save import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
     from mxcompile.compiler.calls.delayed_scales import reduce_histories as reduce_histories
     from mxcompile.compiler.front import compile as compile  # noqa: A004
@@ -64,8 +64,11 @@ _HOME = {
         "analysis.explain.explainer": "explain",
         "analysis.explain.rank": "explain_rank sweep_meshes",
         "analysis.tune": "tune",
-        "checkpoint": "ExportedWeights PackagedModel export_weights load_package load_quantized save_package"
-        " save_quantized",
+        "checkpoint.export": "ExportedWeights export_weights",
+        "checkpoint.load": "load_quantized",
+        "checkpoint.package": "save_package",
+        "checkpoint.packaged_model": "PackagedModel load_package",
+        "checkpoint.save": "save_quantized",
         "compiler.backend": "Backend",
         "compiler.calls.delayed_scales": "reduce_histories",
         "compiler.front": "compile",

@@ -1,32 +1,26 @@
-"""`save_package`, `load_package`: models compiled ahead of time, which generate text without Python code.
+"""`save_package`: compiles a model ahead of time, to generate text without Python code.
 
     prompt.pt2, token.pt2   AOTInductor's programs for prompts and for one token
     model.safetensors       the tensors of both, stored weights as codes and scales
     package.json            shared tensors, shapes of keys and values, and where the programs run
 
-A server that compiles the model traces its Python code in every start. This one reads files.
+A server that compiles the model traces its Python code in every start. `load_package` reads these files.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mxcompile.checkpoint.files import line_of, new_directory, read_json, write_json, write_tensors
+from mxcompile.checkpoint.files import line_of, new_directory, write_json, write_tensors
+from mxcompile.checkpoint.packaged_model import ABOUT, PROGRAMS, VERSION, WEIGHTS, loader, machine
 from mxcompile.errors import CheckpointError, ModelError, OptionError
-from mxcompile.lowering.cpu.features import capabilities
 from mxcompile.models.wrappers import user_model
 from mxcompile.serving import aoti_configs
 
-PROGRAMS = ("prompt", "token")
-_WEIGHTS, _ABOUT = "model.safetensors", "package.json"
-_VERSION = 1
-"""Version of the files in a package, written to `_ABOUT`."""
 _TRACED_TOKENS = 64
 """Length of the prompt that is traced: as many rows as take the kernels for many rows, not those for few."""
 
@@ -83,137 +77,21 @@ def save_package(
             configs |= {"aot_inductor.package_constants_in_so": False}
             torch._inductor.aoti_compile_and_package(program, package_path=file, inductor_configs=configs)
             named = {**names, **program.constants}
-            for constant in _loaded(partial, name).get_constant_fqns():
+            for constant in loader(partial, name).get_constant_fqns():
                 tensors[constant] = _constant(constant, named).detach()
         caches = {name: list(tensor.shape) for name, tensor in tensors.items() if name in step.caches}
         first = {_location(tensor): name for name, tensor in reversed(tensors.items()) if name not in caches}
         stored = {name: tensors[name].contiguous().cpu() for name in sorted(first.values())}
-        write_tensors(partial / _WEIGHTS, stored, stored.items(), {})
+        write_tensors(partial / WEIGHTS, stored, stored.items(), {})
         shared = {name: first[_location(t)] for name, t in tensors.items() if name not in (*caches, *stored)}
         about = {
-            "version": _VERSION, "max_cache_len": max_cache_len, "batch_size": batch_size,
+            "version": VERSION, "max_cache_len": max_cache_len, "batch_size": batch_size,
             "vocabulary": len(language_model.get_input_embeddings().weight),
             "caches": caches, "shared": shared, "quantize_activations": quantize_activations,
             "dtype": str(language_model.dtype).removeprefix("torch."), "device": language_model.device.type,
-            **_machine(),
+            **machine(language_model.device),
         }  # fmt: skip
-        write_json(partial / _ABOUT, about)
-
-
-def load_package(directory: str | Path) -> PackagedModel:
-    """Loads a directory that `save_package` wrote.
-
-    Its machine code runs in this process, so load only packages that you trust.
-
-    Raises:
-        CheckpointError: The directory is not a package, is damaged, or needs another CPU, torch or mxcompile.
-
-    Examples:
-        >>> model = mxcompile.load_package("served")
-        >>> tokens = model.generate(prompt, max_new_tokens=64)
-    """
-    return PackagedModel(Path(directory))
-
-
-class PackagedModel:
-    """A model that was compiled ahead of time. It has one cache, so it generates one batch at a time.
-
-    Attributes:
-        batch_size: Number of sequences.
-        max_cache_len: Number of tokens of a sequence, prompt included.
-    """
-
-    batch_size: int
-    max_cache_len: int
-
-    def __init__(self, directory: Path) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        about = read_json(directory / _ABOUT)
-        try:
-            _check_machine(directory, about)
-            self.batch_size, self.max_cache_len = about["batch_size"], about["max_cache_len"]
-            self._vocabulary = about["vocabulary"]
-            self._device, dtype = torch.device(about["device"]), getattr(torch, about["dtype"])
-            tensors = load_file(directory / _WEIGHTS, device=about["device"])
-            tensors |= {name: tensors[first] for name, first in about["shared"].items()}
-            for name, shape in about["caches"].items():
-                tensors[name] = torch.zeros(shape, dtype=dtype, device=self._device)
-            self._programs = {name: _loaded(directory, name) for name in PROGRAMS}
-            for program in self._programs.values():
-                constants = {name: tensors[name] for name in program.get_constant_fqns()}
-                program.load_constants(constants, check_full_update=True, user_managed=True)
-        except (KeyError, AttributeError, TypeError, OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{directory}: a damaged package ({type(error).__name__}: {line_of(error)}):"
-                " save_package writes it again"
-            ) from error
-        self._tensors = tensors  # the programs read their memory
-        self._turn = threading.Lock()  # a generation owns the cache until it ends
-
-    @torch.no_grad()
-    def __call__(self, input_ids: Tensor, position: int = 0) -> Tensor:
-        """Returns the logits after the last token, [batch_size, vocabulary].
-
-        Args:
-            input_ids: Tokens, int64 [batch_size, tokens].
-            position: Position of the first of them. Keys and values of earlier positions come from earlier
-                calls.
-
-        Raises:
-            OptionError: The shape is another, a token is not in the vocabulary, or the tokens exceed
-                `max_cache_len`.
-        """
-        tokens = input_ids.shape[-1]
-        if input_ids.shape != (self.batch_size, tokens) or input_ids.dtype != torch.int64 or not tokens:
-            raise OptionError(
-                f"input_ids must be int64 of shape ({self.batch_size}, tokens), found {input_ids.dtype} of"
-                f" shape {tuple(input_ids.shape)}"
-            )
-        least, largest = map(int, input_ids.aminmax())
-        if least < 0 or largest >= self._vocabulary:  # the programs would end the process
-            raise OptionError(
-                f"tokens must lie within 0 and {self._vocabulary - 1}, found {least} to {largest}"
-            )
-        if position < 0 or position + tokens > self.max_cache_len:
-            raise OptionError(
-                f"{tokens} tokens from position {position} must lie within max_cache_len={self.max_cache_len}"
-            )
-        program = self._programs["token" if tokens == 1 else "prompt"]
-        logits: Tensor = program(input_ids.to(self._device), torch.tensor(position, device=self._device))
-        return logits
-
-    def generate(
-        self, input_ids: Tensor, max_new_tokens: int, *, eos_token_id: int | Sequence[int] | None = None
-    ) -> Tensor:
-        """Returns the prompt and the most probable next tokens. Threads that call it take turns.
-
-        Args:
-            input_ids: The prompt, int64 [batch_size, tokens].
-            max_new_tokens: Number of tokens to generate.
-            eos_token_id: The token, or the tokens, that end a sequence. The first fills it up to the length
-                of the longest.
-
-        Returns:
-            Tokens, int64 [batch_size, tokens and generated tokens].
-
-        Raises:
-            OptionError: As for a call.
-        """
-        ends = [eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())]
-        tokens = new = input_ids
-        ended = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
-        with self._turn:
-            for _ in range(max_new_tokens):
-                new = self(new, tokens.shape[1] - new.shape[1]).argmax(-1, keepdim=True).to(input_ids.device)
-                if ends:
-                    new = new.masked_fill(ended, ends[0])
-                    ended |= torch.isin(new, torch.tensor(ends, device=new.device))
-                tokens = torch.cat([tokens, new], 1)
-                if ended.all():
-                    break
-        return tokens
+        write_json(partial / ABOUT, about)
 
 
 class _CachedStep(nn.Module):
@@ -276,12 +154,6 @@ def _exported(step: _CachedStep, input_ids: Tensor, max_cache_len: int) -> torch
         ) from error
 
 
-def _loaded(directory: Path, program: str) -> Any:
-    from torch._inductor.package.package import load_package as load_program
-
-    return load_program(str(directory / f"{program}.pt2"))
-
-
 def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
     """Returns the tensor that AOTInductor calls `name`; parts of stored weights have names of their own."""
     module, parametrized, rest = name.partition(".parametrizations.")
@@ -296,27 +168,3 @@ def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
 def _location(tensor: Tensor) -> tuple[Any, ...]:
     """Returns what equal tensors share: their memory and how they lie in it."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _machine() -> dict[str, Any]:
-    """Returns what compiled programs need: torch's version, and the CPU's instructions."""
-    return {
-        "torch": torch.__version__,
-        "cpu": sorted(key for key, has in capabilities().items() if has is True),
-    }
-
-
-def _check_machine(directory: Path, about: dict[str, Any]) -> None:
-    """Raises `CheckpointError` if this process cannot run the programs, which would end it."""
-    if about.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{directory}: written by another version of mxcompile: save_package writes it again"
-        )
-    here = _machine()
-    lacking = ", ".join(sorted({*about["cpu"]} - {*here["cpu"]}))
-    if about["torch"] != here["torch"] or lacking:
-        this = f"this CPU lacks {lacking}" if lacking else f"this is torch {here['torch']}"
-        raise CheckpointError(
-            f"{directory}: compiled with torch {about['torch']} for another machine, and {this}: save_package"
-            " compiles it here"
-        )

@@ -81,7 +81,7 @@ import sys, mxcompile, torch
 model = mxcompile.load_package({str(tmp_path / "served")!r})
 tokens = model.generate(torch.tensor({prompt(5).tolist()}), {NEW})
 assert tokens.tolist() == {package.generate(prompt(5), NEW).tolist()}
-assert "transformers" not in sys.modules
+assert not {{"transformers", "torch._dynamo", "torch._inductor"}} & {{*sys.modules}}  # each takes a second
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -130,6 +130,7 @@ def _check_errors(package: Any, folder: Path) -> None:
     changes = {
         "compiled with torch 1.0 for another machine, and this is torch": {"torch": "1.0"},
         "this CPU lacks avx_of_2099": {"cpu": [*about["cpu"], "avx_of_2099"]},
+        "the compute capability of the GPU is none, not 9.0": {"gpu": "9.0"},
         "a damaged package (KeyError": {"shared": {"x": "y"}},
         "a damaged package (TypeError": {"dtype": None},
         "written by another version of mxcompile": {"version": None, "cpu": "AMX BF16"},
