@@ -18,7 +18,7 @@ from typing import Any, Never, cast
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
-from mxcompile.compiler.calls import delayed_scales
+from mxcompile.compiler.calls import delayed_scales, saved_codes
 from mxcompile.compiler.calls.compiled_graph import CompiledGraph, weak_references
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import hidden_products
@@ -175,7 +175,8 @@ def compile_graph(
 
     def compiled(graph: fx.GraphModule, part: Compilation) -> Compiled:
         patches, rules = part.config_patches(), table()
-        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=rules, **region)
+        with saved_codes.in_compile():
+            code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=rules, **region)
         return cast(Compiled, code)
 
     stored = stored_part(compilation)  # before the compile: it sets the token in Inductor's cache keys
