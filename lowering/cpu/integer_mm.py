@@ -3,8 +3,9 @@
     out = a [M, K] · b [K, N] (+ bias)
 
 Each operand is contiguous, or its transpose is. The strides of the graph's fake tensors are read, because
-Inductor may not have chosen strides yet. `graph.integer` chooses these products. A bias that is not a vector
-is added after the kernel.
+Inductor may not have chosen strides yet. `graph.integer` chooses these products by the name of the kernel in
+their tags. Others get here where plain Inductor compiles a backward under compiled autograd. A bias that is
+not a vector is added after the kernel.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
-from mxcompile.graph.tags import lies_in_order, value_of
+from mxcompile.graph.tags import lies_in_order, tags_of, value_of
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import CppNames
 from mxcompile.ops.view import Product
+
+KERNEL = "mx_integer_mm C++"
+"""How records name the kernel, before its instructions."""
 
 _PERMUTE = lowerings[torch.ops.aten.permute.default]
 
@@ -36,8 +40,8 @@ def lower_matmul(
     format_b: str,
     tensors: Sequence[ir.TensorBox] | None = None,
 ) -> ir.TensorBox | None:
-    """Lowers a product on CPU, which `graph.integer` chose, to the C++ kernel."""
-    if a.get_device_or_error().type != "cpu":
+    """Lowers a product that `graph.integer` chose to the C++ kernel. Returns None for other products."""
+    if not any(tag.kernel.startswith(KERNEL) for tag in tags_of(V.graph.current_node)):
         return None
     (m, k), n = a.get_size(), b.get_size()[1]
     across = _across(V.graph.current_node)

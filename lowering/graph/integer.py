@@ -16,6 +16,7 @@ from mxcompile import ops
 from mxcompile.graph.tags import hint, is_empty, lies_in_order, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.cpu.integer_mm import KERNEL
 from mxcompile.lowering.cpu.kernel import C_TYPES
 from mxcompile.lowering.graph.expand import working_dtype
 from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
@@ -46,7 +47,7 @@ class Integer(LoweringPass):
             if reason or not self.target.integers:
                 reasons[node] = reason or f"target {self.target.name} has no products in integers"
                 continue
-            kernel_name = f"mx_integer_mm C++ ({self.target.integers})"
+            kernel_name = f"{KERNEL} ({self.target.integers})"
             set_tag(node, *(replace(tag, kernel=kernel_name) for tag in tags_of(node)))
         return reasons
 

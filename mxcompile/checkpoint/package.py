@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import line_of, new_directory, write_json, write_tensors
-from mxcompile.checkpoint.packaged_model import ABOUT, PROGRAMS, VERSION, WEIGHTS, loader, machine
+from mxcompile.checkpoint.packaged_model import ABOUT, PROGRAMS, VERSION, WEIGHTS, digest, loader, machine
 from mxcompile.errors import CheckpointError, ModelError, OptionError
 from mxcompile.models.wrappers import user_model
 from mxcompile.serving import aoti_configs
@@ -91,7 +91,7 @@ def save_package(
             "dtype": str(language_model.dtype).removeprefix("torch."), "device": language_model.device.type,
             **machine(language_model.device),
         }  # fmt: skip
-        write_json(partial / ABOUT, about)
+        write_json(partial / ABOUT, {**about, "digest": digest(partial, about)})
 
 
 class _CachedStep(nn.Module):

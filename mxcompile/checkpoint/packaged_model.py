@@ -1,12 +1,13 @@
 """`load_package`: reads a model that `save_package` compiled. It imports neither Dynamo nor Inductor.
 
 PyTorch's own loader does, and starts a process for each set of vector instructions, to compare the machine
-with the program's. That takes longer than reading the model; `check_machine` compares what `save_package`
-wrote.
+with the program's. That takes longer than reading the model; here `machine` is compared instead.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ class PackagedModel:
 
         about = read_json(directory / ABOUT)
         try:
-            _check_machine(directory, about)
+            _check(directory, about)
             self.batch_size, self.max_cache_len = about["batch_size"], about["max_cache_len"]
             self._vocabulary = about["vocabulary"]
             self._device, dtype = torch.device(about["device"]), getattr(torch, about["dtype"])
@@ -69,7 +70,7 @@ class PackagedModel:
             for program in self._programs.values():
                 constants = {name: tensors[name] for name in program.get_constant_fqns()}
                 program.load_constants(constants, False, True, True)  # all of them, and without a copy
-        except (KeyError, AttributeError, TypeError, OSError, RuntimeError, SafetensorError) as error:
+        except (AttributeError, OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(
                 f"{directory}: a damaged package ({type(error).__name__}: {line_of(error)}):"
                 " save_package writes it again"
@@ -90,23 +91,15 @@ class PackagedModel:
             OptionError: The shape is another, a token is not in the vocabulary, or the tokens exceed
                 `max_cache_len`.
         """
-        tokens = input_ids.shape[-1]
-        if input_ids.shape != (self.batch_size, tokens) or input_ids.dtype != torch.int64 or not tokens:
-            raise OptionError(
-                f"input_ids must be int64 of shape ({self.batch_size}, tokens), found {input_ids.dtype} of"
-                f" shape {tuple(input_ids.shape)}"
-            )
+        self._check_room(input_ids, position, 1)
         least, largest = map(int, input_ids.aminmax())
         if least < 0 or largest >= self._vocabulary:  # the programs would end the process
             raise OptionError(
                 f"tokens must lie within 0 and {self._vocabulary - 1}, found {least} to {largest}"
             )
-        if position < 0 or position + tokens > self.max_cache_len:
-            raise OptionError(
-                f"{tokens} tokens from position {position} must lie within max_cache_len={self.max_cache_len}"
-            )
-        program = self._programs["token" if tokens == 1 else "prompt"]
-        inputs = [input_ids.to(self._device), torch.tensor(position, device=self._device)]
+        program = self._programs["token" if input_ids.shape[1] == 1 else "prompt"]
+        # a program assumes that its inputs lie in order, and does not check it
+        inputs = [input_ids.to(self._device).contiguous(), torch.tensor(position, device=self._device)]
         logits: Tensor
         (logits,) = program.boxed_run(inputs)
         return logits
@@ -128,7 +121,8 @@ class PackagedModel:
         Raises:
             OptionError: As for a call.
         """
-        ends = [eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())]
+        ends = [] if eos_token_id is None else torch.as_tensor(eos_token_id).flatten().tolist()
+        self._check_room(input_ids, 0, max_new_tokens)
         tokens = new = input_ids
         ended = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
         with self._turn:
@@ -141,6 +135,25 @@ class PackagedModel:
                 if ended.all():
                     break
         return tokens
+
+    def _check_room(self, input_ids: Any, position: int, new: int) -> None:
+        """Raises `OptionError` unless the cache takes `input_ids` and all of `new` tokens but the last."""
+        if not isinstance(input_ids, Tensor):
+            raise OptionError(f"input_ids must be a tensor, found {type(input_ids).__name__}")
+        shape = tuple(input_ids.shape)
+        if input_ids.dtype != torch.int64 or shape != (self.batch_size, *shape[1:2]) or not input_ids.numel():
+            raise OptionError(
+                f"input_ids must be int64 of shape ({self.batch_size}, tokens), found {input_ids.dtype} of"
+                f" shape {shape}"
+            )
+        for name, number in (("position", position), ("max_new_tokens", new)):
+            if not isinstance(number, int) or number < 0:
+                raise OptionError(f"{name} must be an integer from 0 on, found {number!r}")
+        tokens = shape[1] + max(new - 1, 0)
+        if position + tokens > self.max_cache_len:
+            raise OptionError(
+                f"{tokens} tokens from position {position} must lie within max_cache_len={self.max_cache_len}"
+            )
 
 
 def loader(directory: Path, program: str) -> Any:
@@ -158,11 +171,30 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _check_machine(directory: Path, about: dict[str, Any]) -> None:
+def digest(directory: Path, about: dict[str, Any]) -> str:
+    """Returns a hash of the package but for the values of its tensors, which take long to read.
+
+    PyTorch's loader runs damaged programs, and weights of other shapes; both end the process.
+    """
+    rest = {key: value for key, value in about.items() if key != "digest"}
+    value = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
+    for program in PROGRAMS:
+        value.update((directory / f"{program}.pt2").read_bytes())
+    with (directory / WEIGHTS).open("rb") as file:
+        length = file.read(8)  # of the names, dtypes and shapes that follow
+        value.update(file.read(int.from_bytes(length, "little")))
+    return value.hexdigest()
+
+
+def _check(directory: Path, about: dict[str, Any]) -> None:
     """Raises `CheckpointError` if this process cannot run the programs, which would end it."""
     if about.get("version") != VERSION:
         raise CheckpointError(
             f"{directory}: written by another version of mxcompile: save_package writes it again"
+        )
+    if about.get("digest") != digest(directory, about):
+        raise CheckpointError(
+            f"{directory}: a damaged package, with other bytes than save_package wrote: it writes them again"
         )
     here = machine(torch.device(about["device"]))
     lacking = ", ".join(sorted({*about["cpu"]} - {*here["cpu"]}))
@@ -173,9 +205,8 @@ def _check_machine(directory: Path, about: dict[str, Any]) -> None:
     elif about["gpu"] != here["gpu"]:
         this = f"the compute capability of the GPU is {here['gpu'] or 'none'}, not {about['gpu']}"
     else:
-        this = ""
-    if this:
-        raise CheckpointError(
-            f"{directory}: compiled with torch {about['torch']} for another machine, and {this}: save_package"
-            " compiles it here"
-        )
+        return
+    raise CheckpointError(
+        f"{directory}: compiled with torch {about['torch']} for another machine, and {this}: save_package"
+        " compiles it here"
+    )

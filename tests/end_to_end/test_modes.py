@@ -16,6 +16,7 @@ from helpers.needs import VIEWS_OF_ONE_BUFFER
 from helpers.reference import sqnr_db
 from helpers.reports import EVERYTHING as ALL
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config, list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -147,6 +148,25 @@ def test_gradient_accumulation_adds_microbatches_after_one_compile():
     assert all(torch.equal(accumulated[name], summed[name]) for name in summed)
     assert len(mxcompile.reports()) == 1
     assert len(backend.graphs) == 2
+
+
+PRECISIONS = ["mxfp8", "mxint8", "mxfp4", "nvfp4", {"precision": "fp8", "scaling": "tensor"}]
+
+
+@pytest.mark.parametrize("use", PRECISIONS, ids=str)
+def test_backward_that_plain_inductor_compiles_has_the_same_gradients(use: Any):
+    """Compiled autograd may have another backend than forward: no pass of mxcompile runs in that compile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+    compiled, x = torch.compile(model, backend="mxfp8", options={"policy": policy}), torch.randn(40, 64)
+    _, expected = train(compiled, model, x)
+    model.zero_grad()
+    loss = compiled(x).square().mean()
+    with compiled_autograd._enable(torch.compile(backend="inductor")):
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_max_autotune_works_as_mode_and_in_backend():

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import mxcompile
+from mxcompile.checkpoint.packaged_model import digest
 from mxcompile.errors import CheckpointError, ModelError, OptionError
 
 ROOM, NEW = 40, 10
@@ -71,6 +72,8 @@ def test_package_generates_the_tokens_of_the_model(make: Any, tmp_path: Path):
         torch.testing.assert_close(package(ids), logits, rtol=0, atol=1e-3 * logits.abs().max().item())
     together, parts = package(prompt(9)), [package(prompt(9)[:, :4]), package(prompt(9)[:, 4:], 4)]
     torch.testing.assert_close(parts[1], together, rtol=1e-3, atol=1e-4)
+    for strided in (prompt(18)[:, :9], prompt(18)[:, ::2], prompt(9).t().contiguous().t()):
+        assert torch.equal(package(strided), package(strided.contiguous()))
     first = int(package.generate(prompt(5), 1)[0, -1])
     assert package.generate(prompt(5), NEW, eos_token_id=first).shape == (1, 6)
     assert package.generate(prompt(5), NEW, eos_token_id=[(first + 1) % 96, first]).shape == (1, 6)
@@ -123,23 +126,37 @@ def _check_errors(package: Any, folder: Path) -> None:
         package(prompt(36), 5)
     with pytest.raises(OptionError, match=r"of shape \(1, tokens\), found torch.int64 of shape \(2, 3\)"):
         package(torch.zeros(2, 3, dtype=torch.int64))
+    ids: Any
+    for ids in ([[1, 2]], torch.tensor(5)):
+        with pytest.raises(OptionError, match="input_ids must be"):
+            package(ids)
+    for request, message in ({"max_new_tokens": 37}, "41 tokens"), ({"max_new_tokens": -1}, "found -1"):
+        with pytest.raises(OptionError, match=message):
+            package.generate(prompt(5), **request)
     for token in (-1, 96):
         with pytest.raises(OptionError, match=rf"within 0 and 95, found {token} to {token}"):
             package(torch.full((1, 3), token))
     about = json.loads((folder / "package.json").read_text(encoding="utf-8"))
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "compiled with torch 1.0 for another machine, and this is torch": {"torch": "1.0"},
         "this CPU lacks avx_of_2099": {"cpu": [*about["cpu"], "avx_of_2099"]},
         "the compute capability of the GPU is none, not 9.0": {"gpu": "9.0"},
-        "a damaged package (KeyError": {"shared": {"x": "y"}},
-        "a damaged package (TypeError": {"dtype": None},
         "written by another version of mxcompile": {"version": None, "cpu": "AMX BF16"},
+        "a damaged package, with other bytes than save_package wrote": {"digest": "", "dtype": "float16"},
     }
     for message, change in changes.items():
-        (folder / "package.json").write_text(json.dumps({**about, **change}), encoding="utf-8")
+        changed = {**about, **change}
+        changed["digest"] = change.get("digest", digest(folder, changed))
+        (folder / "package.json").write_text(json.dumps(changed), encoding="utf-8")
         with pytest.raises(CheckpointError, match=re.escape(message)):
             mxcompile.load_package(folder)
     (folder / "package.json").write_text(json.dumps(about), encoding="utf-8")
+    for name in ("prompt.pt2", "model.safetensors"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:64] + bytes([whole[64] ^ 1]) + whole[65:])
+        with pytest.raises(CheckpointError, match="a damaged package"):
+            mxcompile.load_package(folder)
+        (folder / name).write_bytes(whole)
 
 
 @pytest.mark.parametrize(
