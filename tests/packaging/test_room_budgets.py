@@ -26,7 +26,7 @@ BUDGETS = {
     "mxcompile/analysis/audit": 885,
     "mxcompile/analysis/blame": 811,
     "mxcompile/analysis/explain": 866,
-    "mxcompile/analysis/study": 1_222,
+    "mxcompile/analysis/study": 1_231,
     "mxcompile/analysis/tune": 518,
     "mxcompile/checkpoint": 2_536,
     "mxcompile/cli": 1_443,

@@ -125,7 +125,7 @@ class Session:
         return self._graphs.sites
 
     def report(self) -> Report:
-        """Returns the report of the passes over every graph."""
+        """Returns the report of the passes over every graph of the last run."""
         graphs = self._graphs
         return Report.from_parts(graphs.parts, target=graphs.target, policy=self.options.policy.title)
 
