@@ -218,3 +218,13 @@ def test_user_mistakes_raise_model_or_policy_errors() -> None:
         audit(SwiGLU(), x, loss_fn=lambda output: output)
     with pytest.raises(PolicyError):
         audit(Loss(inner=SwiGLU()), x, policy="nvidai")
+
+
+@pytest.mark.parametrize("model_on", ["meta", "cpu"])
+@pytest.mark.parametrize("input_on", ["meta", "cpu"])
+def test_model_or_input_without_values_raises_and_names_explain(model_on: str, input_on: str) -> None:
+    if model_on == input_on == "cpu":
+        return
+    model, x = Loss(inner=SwiGLU()).to(model_on), features(40, WIDTH).to(input_on)
+    with pytest.raises(ModelError, match=r"\Acannot run the model.* on the meta device.* use explain.*\Z"):
+        audit(model, x, loss_fn=lambda loss: loss * loss.item())
