@@ -30,7 +30,7 @@ BUDGETS = {
     "mxcompile/analysis/tune": 518,
     "mxcompile/checkpoint": 2_537,
     "mxcompile/cli": 1_443,
-    "mxcompile/compiler": 653,
+    "mxcompile/compiler": 657,
     "mxcompile/compiler/calls": 769,
     "mxcompile/compiler/capture": 663,
     "mxcompile/compiler/hooks": 696,
