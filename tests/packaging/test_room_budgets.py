@@ -29,7 +29,7 @@ BUDGETS = {
     "mxcompile/analysis/study": 1_245,
     "mxcompile/analysis/tune": 518,
     "mxcompile/checkpoint": 2_537,
-    "mxcompile/cli": 1_443,
+    "mxcompile/cli": 1_446,
     "mxcompile/compiler": 657,
     "mxcompile/compiler/calls": 769,
     "mxcompile/compiler/capture": 663,
