@@ -18,7 +18,7 @@ from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_labels
 from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import user_model
-from mxcompile.storage import MXTensor
+from mxcompile.storage.tensor import MXTensor, stored_bytes
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: FileLayo
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, value in state.items():
-        value_bytes = value.stored_bytes if isinstance(value, MXTensor) else value.nbytes
+        value_bytes = stored_bytes(value)
         if shards[-1] and size + value_bytes > limit:
             shards.append({})
             size = 0

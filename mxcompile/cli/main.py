@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -87,6 +88,8 @@ def _in_flags(message: str, root: argparse.ArgumentParser, command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # its encoding may lack "×"; stderr never fails
     root = parser()
     options = root.parse_args(arguments)
     try:

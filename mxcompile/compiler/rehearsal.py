@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import remove_from_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -107,15 +108,18 @@ def apart(rehearse: Callable[[], Result]) -> Result:
     """Returns the result of `rehearse`, called in a child process.
 
     A rehearsal runs the model's Python code between graph breaks, and Dynamo applies side effects of graphs.
-    If no child can start, `rehearse` runs in this process, with a warning.
+    If no child can start, `rehearse` runs in this process, with a warning. Within ``torch.inference_mode()``
+    it runs as under ``torch.no_grad()``, because inference tensors take no gradients.
     """
-    try:
-        return isolated(rehearse, tools=True)
-    except NoChildError as error:
-        log.warning(
-            "%s: the model runs in this process instead, where side effects of its code remain", error
-        )
-        return rehearse()
+    gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        try:
+            return isolated(rehearse, tools=True)
+        except NoChildError as error:
+            log.warning(
+                "%s: the model runs in this process instead, where side effects of its code remain", error
+            )
+            return rehearse()
 
 
 def some_or_all(model: nn.Module, rehearse: Callable[[LeaveOut], Result]) -> Result:

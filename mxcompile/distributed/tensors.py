@@ -28,6 +28,7 @@ from mxcompile import ops
 from mxcompile.errors import FormatError, ModelError
 from mxcompile.formats import BLOCK, Format, Rounding, Tile, elem_type, num_blocks, rounding
 from mxcompile.formats.encoding import encode_tensors
+from mxcompile.storage.tensor import stored_bytes
 
 aten = torch.ops.aten
 
@@ -179,8 +180,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def local_bytes(x: Tensor) -> int:
-    """Returns the bytes of `x` on this rank."""
-    return int(local(x).nbytes)
+    """Returns the bytes of `x` on this rank, as stored."""
+    return stored_bytes(local(x))
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

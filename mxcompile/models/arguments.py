@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mxcompile.errors import ModelError, OptionError, nearest, shown
+from mxcompile.models.names import user_path
 
 ModelInput = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
 """Keyword types that a type checker accepts for model arguments. ``kwargs`` may hold any type."""
@@ -33,11 +35,12 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     caller: name of the function, for errors. arguments: ``locals()`` at its start: `model`, its keywords
     `inputs` and `kwargs`, and its options. Raises `OptionError` for an unknown or repeated keyword and for a
-    tensor as an option, and `ModelError` if `model` is not a module.
+    tensor as an option, and `ModelError` if `model` is not a module or has a lazy parameter.
     """
     options = dict(arguments)
     model, _, inline, kwargs = (options.pop(name, ()) for name in ("model", "args", "inputs", "kwargs"))
     check_module(caller, model)
+    check_initialized(caller, model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         raise OptionError(f"{caller}: kwargs must be a dict of arguments by name, found {shown(kwargs)}")
     for name, value in options.items():
@@ -76,3 +79,13 @@ def check_module(caller: str, model: object) -> None:
         raise ModelError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(f"{caller} takes a module of Python code, found a scripted one: pass its original")
+
+
+def check_initialized(caller: str, model: nn.Module) -> None:
+    """Raises `ModelError` if a lazy parameter or buffer of `model` has no size yet."""
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{caller}: {user_path(path)} is lazy, and its size follows from the first call of the model:"
+                f" call the model once before {caller}"
+            )

@@ -339,3 +339,21 @@ def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
                 f"{func} would change an MXTensor in place, which is storage for inference; change"
                 " tensor.dequantize() and quantize the result"
             )
+
+
+def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the plain tensors that store `tensor`: sparse, nested, an `MXTensor`, or plain itself."""
+    if isinstance(tensor, MXTensor):
+        return tensor.parts
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.values(),) if tensor.is_nested else (tensor,)
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of `tensor` as stored; a sparse tensor counts with its indices."""
+    return sum(part.nbytes for part in stored_parts(tensor))

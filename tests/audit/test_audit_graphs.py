@@ -14,6 +14,7 @@ from helpers.reports import EVERYTHING
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mxcompile import explain
 from mxcompile.analysis.audit import Audit, audit
 from mxcompile.errors import ModelError, PolicyError
 
@@ -57,6 +58,36 @@ def test_audit_with_graph_break_measures_both_graphs() -> None:
     assert len({gemm.graph for gemm in result.report.gemms}) == 2
     assert measured(result) == in_mxfp8(result)
     assert {name.rpartition(".")[0] for name, _ in measured(result)} == {"inner.first", "inner.second"}
+
+
+class Remembering(Made, first=(WIDTH, 64), second=(64, WIDTH), seen=list):
+    """Its list, which every run grows, makes Dynamo compile the first of two frames again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_model_compiled_again_in_each_run_has_each_gemm_once() -> None:
+    model, x = Loss(inner=Remembering()), features(40, WIDTH)
+    policy = {
+        "version": 1,
+        "rules": [
+            {"match": {"name": "*first"}, "use": "mxfp8"},
+            {"match": {"name": "*second"}, "use": "bf16"},
+        ],
+    }
+    expected = explain(model, x, policy=policy)
+    result = audit(model, x, policy=policy)
+    assert len(model.inner.seen) > 1
+    assert Counter((g.name, g.gemm) for g in result.report.gemms) == Counter(
+        (g.name, g.gemm) for g in expected.gemms
+    )
+    for figure in ("num_gemms", "flop_share", "casts", "weight_bytes", "graphs"):
+        assert getattr(result.report.summary, figure) == getattr(expected.summary, figure), figure
+    assert measured(result) == in_mxfp8(result)
 
 
 def test_symbolic_shapes_are_measured_at_their_value() -> None:
@@ -187,3 +218,13 @@ def test_user_mistakes_raise_model_or_policy_errors() -> None:
         audit(SwiGLU(), x, loss_fn=lambda output: output)
     with pytest.raises(PolicyError):
         audit(Loss(inner=SwiGLU()), x, policy="nvidai")
+
+
+@pytest.mark.parametrize("model_on", ["meta", "cpu"])
+@pytest.mark.parametrize("input_on", ["meta", "cpu"])
+def test_model_or_input_without_values_raises_and_names_explain(model_on: str, input_on: str) -> None:
+    if model_on == input_on == "cpu":
+        return
+    model, x = Loss(inner=SwiGLU()).to(model_on), features(40, WIDTH).to(input_on)
+    with pytest.raises(ModelError, match=r"\Acannot run the model.* on the meta device.* use explain.*\Z"):
+        audit(model, x, loss_fn=lambda loss: loss * loss.item())

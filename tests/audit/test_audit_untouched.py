@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import models
 from helpers.blocks import WIDTH, SwiGLU, features
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
 from helpers.reports import EVERYTHING
@@ -21,6 +24,7 @@ import mxcompile
 from mxcompile.analysis.audit import audit
 from mxcompile.analysis.study.interpreter import Run
 from mxcompile.analysis.study.session import Session
+from mxcompile.analysis.study.state_guard import Generators, SavedState, drawing
 
 
 class Busy(nn.Module):
@@ -32,6 +36,7 @@ class Busy(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.last: Tensor | None = None
+        self.scale: nn.Module | None = None
         self.calls = 0
 
     def forward(self, x: Tensor, state: Tensor) -> Tensor:
@@ -42,6 +47,8 @@ class Busy(nn.Module):
             state += 1
         hidden = self.drop(self.norm(self.a(x)))
         self.last = hidden.detach()
+        if self.scale is None:
+            self.scale = nn.BatchNorm1d(48)
         return self.b(hidden * state.mean()).square().mean()
 
 
@@ -53,6 +60,8 @@ def bits(model: nn.Module) -> dict[str, Tensor]:
 def test_nothing_a_model_changes_stays_changed() -> None:
     model, x, state = Busy(), torch.randn(16, 40), torch.zeros(3)
     model(x, state).backward()  # gradients and statistics to lose
+    del model.scale
+    model.scale = None
     before, last, gradient = bits(model), model.last, model.a.weight.grad
     assert any(name.endswith(".grad") for name in before)
     generators, state_before = (torch.get_rng_state(), random.getstate()), state.clone()
@@ -64,11 +73,90 @@ def test_nothing_a_model_changes_stays_changed() -> None:
     for name, value in before.items():
         assert torch.equal(value, after[name]), name
     assert model.last is last
+    assert model.scale is None
+    assert list(model._modules) == ["a", "b", "norm", "drop"]
     assert model.a.weight.grad is gradient
     assert model.calls == 1
     assert torch.equal(state, state_before)
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert random.getstate() == generators[1]
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), np.random.rand, random.random])
+def test_numbers_that_a_run_draws_are_drawn_again_after_it(draw: Callable[[], float]) -> None:
+    before, drawn = Generators(), []
+    assert not before.moved()
+    for seed in (None, 7, 7):
+        with drawing(seed):
+            drawn.append(draw())
+            assert before.moved()
+        assert not before.moved()
+    assert drawn[1] == drawn[2] != drawn[0] == draw()
+
+
+class Noisy(Made, up=(40, 48), down=(48, 40)):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.up(x)) * float(np.random.rand())).square().mean()
+
+
+def test_both_runs_of_an_audit_draw_the_same_numbers_of_numpy() -> None:
+    state = np.random.get_state()[1].copy()
+    result = audit(Noisy(), torch.randn(16, 40), policy=EVERYTHING)
+    assert abs(result.numerics.loss_gap or 1) < 0.1
+    assert np.array_equal(np.random.get_state()[1], state)
+
+
+SPARSE = {
+    "coo": lambda: torch.eye(16).to_sparse(),
+    "csr": lambda: torch.eye(16).to_sparse_csr(),
+    "bsc": lambda: torch.eye(16).to_sparse_bsc((4, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_sparse_buffer_written_to_is_restored(layout: str) -> None:
+    model = Made(graph=nn.Buffer(SPARSE[layout]()))
+    graph, saved = model.graph, SavedState(model)
+    graph.mul_(2)
+    if layout == "coo":
+        graph.add_(torch.ones(16, 16).to_sparse())
+    saved.restore()
+    assert model.graph is graph
+    assert torch.equal(graph.to_dense(), torch.eye(16))
+    assert layout != "coo" or graph.is_coalesced()
+
+
+class Dropped(Made, fc=(40, 48)):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(self.fc(x), 0.5)
+        return torch.sparse.mm(self.graph, hidden).square().mean()
+
+
+def test_model_with_a_sparse_buffer_is_audited_and_generators_restored() -> None:
+    model, x = Dropped(graph=nn.Buffer(SPARSE["coo"]())), torch.randn(16, 40)
+    before = torch.get_rng_state()
+    result = audit(model, x, policy=EVERYTHING)
+    assert result.numerics.loss is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Resizing(Made, fc=(40, 48)):
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.resize_(8).fill_(1.0)
+        return self.fc(x).square().mean() * self.memory.sum()
+
+
+def test_buffer_that_a_run_resizes_has_its_size_and_values_again() -> None:
+    memory = torch.arange(4.0)
+    view = memory[1:]
+    model = Resizing(memory=nn.Buffer(memory))
+    memory = model.memory
+    audit(model, torch.randn(16, 40), policy=EVERYTHING)
+    assert model.memory is memory
+    assert memory.tolist() == [0, 1, 2, 3]
+    view[0] = 9
+    assert memory.tolist() == [0, 9, 2, 3]
 
 
 def train(model: nn.Module, kwargs: dict[str, Any], audited: bool) -> list[Tensor]:

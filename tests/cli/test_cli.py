@@ -225,6 +225,19 @@ def test_explain_into_a_file_prints_summary_and_warnings(tmp_path: Path, capsys:
     assert whole.err == short.err == ""  # no bar where nobody watches
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_whose_encoding_lacks_a_sign_shows_a_question_mark(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
+    with pytest.raises(SystemExit) as end:
+        main(["explain", "--help"])
+    assert end.value.code == 0
+    sign = "…" if encoding == "utf-8" else "?"
+    assert f"gfx950, {sign} (default auto)" in written.getvalue().decode(encoding)
+
+
 def test_on_a_terminal_the_time_runs(monkeypatch: pytest.MonkeyPatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]

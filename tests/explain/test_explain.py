@@ -132,6 +132,17 @@ def test_the_report_is_the_compiled_models():
     assert compiled_report.summary.saved_bytes == expected.summary.saved_bytes
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_within_inference_mode_the_report_is_that_without_gradients(training: bool):
+    model = Model()
+    with torch.no_grad():
+        expected = mxcompile.explain(model, TOKENS, training=training)
+    with torch.inference_mode():
+        result = mxcompile.explain(Model(), TOKENS + 0, training=training)
+    assert by_name(result) == by_name(expected)
+    assert {gemm.gemm for gemm in result.gemms} == {"fprop"}
+
+
 def test_nothing_is_run_changed_or_remembered():
     model = Model()
     model.register_buffer("calls", torch.zeros(()))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.made import Made
+from torch import nn
 
 import mxcompile
 from mxcompile.errors import ModelError, OptionError
@@ -75,6 +76,14 @@ def test_a_tensor_as_any_option_is_an_error(name):
 def test_function_in_place_of_a_module_raises(function):
     with pytest.raises(ModelError, match=r"takes a torch\.nn\.Module, found function"):
         function(lambda x: x, X)
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, mxcompile.blame, mxcompile.quantize_weights_])
+def test_lazy_model_before_its_first_call_raises_and_stays_lazy(function):
+    model = nn.Sequential(nn.LazyLinear(64), nn.Linear(64, 64))
+    with pytest.raises(ModelError, match=r"0\.weight is lazy.*: call the model once"):
+        function(model, X)
+    assert isinstance(model[0], nn.LazyLinear)
 
 
 def test_an_argument_of_the_model_goes_through():

@@ -9,7 +9,9 @@ import memory_ranks
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.made import Made
 from memory_ranks import Case, Shape, measured_on_a_fake_rank, peaks_of_ranks
+from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import mxcompile
@@ -68,6 +70,18 @@ def test_the_peak_is_that_of_two_ranks(tmp_path: Path):
     """Of the rank that holds less; both keep what Gloo's threads have not let go of yet, a tenth at times."""
     case = (ACTIVATIONS.sp, "tp=2", "bf16")
     check(case, *map(min, zip(*peaks_of_ranks(case, tmp_path), strict=True)), rel=0.15)
+
+
+class Graph(Made, fc=(64, 64)):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.edges, self.fc(x))
+
+
+def test_sparse_buffer_counts_with_its_indices():
+    model = Graph(edges=nn.Buffer(torch.eye(32).to_sparse()))
+    x = torch.randn(32, 64)
+    rank = mxcompile.explain_rank(model, x, mesh="dp=2", parallel="fsdp", policy="bf16", target="cpu")
+    assert rank.memory.parameters == (64 * 64 + 64) * 4 // 2 + 32 * (2 * 8 + 4)
 
 
 def check(case: Case, kept: int, peak: int, rel: float = 0.1) -> None:

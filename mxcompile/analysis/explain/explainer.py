@@ -16,8 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mxcompile.analysis.explain.sweep import advised
 from mxcompile.analysis.explain.tracer import Explainer, options_for
@@ -28,6 +27,7 @@ from mxcompile.offline.record_work import estimate
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 from mxcompile.rules import check_mistakes
+from mxcompile.storage.tensor import stored_bytes
 
 _BF16_BYTES = 2
 
@@ -71,25 +71,11 @@ def explain(
     )
     report = Report.from_parts(parts, target=options.target, policy=options.policy.title)
     check_mistakes(options.policy, report.gemms, strict=options.strict)
-    parameters = sum(map(_size, (*model.parameters(), *model.buffers())))
-    gradients = sum(_size(p) for p in model.parameters() if p.requires_grad) if training else 0
+    parameters = sum(map(stored_bytes, (*model.parameters(), *model.buffers())))
+    gradients = sum(stored_bytes(p) for p in model.parameters() if p.requires_grad) if training else 0
     both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in report.gemms if g.flops and g.n and g.k)
     beside = report.summary.saved_bytes if training else _BF16_BYTES * max(both, default=0)
     figures: dict[str, Any] = {"parameter_bytes": parameters, "gradient_bytes": gradients}
     figures["peak_bytes"] = parameters + gradients + (beside or 0)
     summary = dataclasses.replace(report.summary, **figures)
     return advised(estimate(dataclasses.replace(report, summary=summary)))
-
-
-def _size(tensor: Tensor) -> int:
-    """Returns the bytes of `tensor` as stored; a sparse tensor counts with its indices."""
-    stored = getattr(tensor, "stored_bytes", None)
-    if stored is not None:
-        return int(stored)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
-    return tensor.nbytes

@@ -8,6 +8,7 @@ Dynamo keeps the backend object alive, so the object refers to the model weakly.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,12 +34,13 @@ from mxcompile.report import Part
 class Graphs:
     """A Dynamo backend that captures the graphs of `model` and runs them as set by `during`.
 
-    sites: the observable GEMMs and casts. parts: parts of the report, by graph. target: target of the graphs.
+    sites: the observable GEMMs and casts. target: target of the graphs.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.sites = Sites()
-        self.parts: list[Part] = []
+        self._parts: dict[int, Part] = {}  # of the graphs that ran in the last run, by their number
+        self._number = itertools.count()
         self.target = AUTO
         self._model = weakref.ref(model)
         self._options = options
@@ -48,10 +50,16 @@ class Graphs:
     def during(self, run: Run, kept: SavedState) -> Iterator[None]:
         """Runs the graphs as in `run` in this context. `kept` saves inputs before a graph writes to them."""
         self._now = run, kept
+        self._parts.clear()
         try:
             yield
         finally:
             self._now = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of the report: the graphs of the last run, because a later run may compile code again."""
+        return tuple(self._parts.values())
 
     def _running(self) -> tuple[Run, SavedState]:
         assert self._now is not None
@@ -92,10 +100,11 @@ class Graphs:
             decompositions=table(),
         )(gm, example_inputs)
         self.target = target.name
-        self.parts.append(dataclasses.replace(compilation.part, cache="off"))
+        part, number = dataclasses.replace(compilation.part, cache="off"), next(self._number)
 
         def call(*args: Any) -> Any:
             _, kept = self._running()
+            self._parts[number] = part
             for index in written:
                 kept.add(args[index])
             return compiled(*args)

@@ -39,6 +39,10 @@ from mxcompile.rules import layers_of
 LossFunction = Callable[[Any], Tensor]
 MAKE_A_LOSS = "let the model return a scalar or an output with .loss; in Python, loss_fn can make one"
 """Advice for a model without a loss."""
+_NEEDS_VALUES = (
+    "the model or its inputs are on the meta device, and this needs values: give them values, or use explain,"
+    " which needs none"
+)
 Keys = frozenset[Key]
 """Some GEMMs of a model."""
 
@@ -93,6 +97,8 @@ class Session:
             with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
                 args, kwargs = fresh(self._arguments)
                 output = self._call(args, kwargs)
+                if _on_meta((output, main_output(output), loss_of(output))):
+                    raise ModelError(f"cannot run the model: {_NEEDS_VALUES}")
                 loss_fn = loss_of if self._loss_fn is None else self._loss_fn
                 loss, logits = loss_fn(output), main_output(output)
                 if self._loss_fn is not None and not _is_scalar(loss):
@@ -125,7 +131,7 @@ class Session:
         return self._graphs.sites
 
     def report(self) -> Report:
-        """Returns the report of the passes over every graph."""
+        """Returns the report of the passes over every graph of the last run."""
         graphs = self._graphs
         return Report.from_parts(graphs.parts, target=graphs.target, policy=self.options.policy.title)
 
@@ -139,7 +145,10 @@ class Session:
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MXCompileError):
                 raise inner from None
-            raise ModelError(failure("run", error, self.model)) from error
+            message = failure("run", error, self.model)
+            if _on_meta((*self.model.parameters(), *self.model.buffers(), self._arguments)):
+                message = f"{message}; {_NEEDS_VALUES}"
+            raise ModelError(message) from error
 
 
 class Study:
@@ -199,6 +208,11 @@ class Study:
             dataclasses.replace(gemm, precision=unquantized) if (gemm.name, gemm.gemm) in removed else gemm
             for gemm in self.gemms
         )
+
+
+def _on_meta(values: Any) -> bool:
+    """Whether any tensor in `values` is on the meta device."""
+    return any(leaf.is_meta for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _gradients(model: nn.Module, loss: Tensor, inputs: Any) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Restores the state that a run of a model changes.
 
 Restored are parameters that a graph writes to, buffers and other tensors on modules, the names on modules,
-and the state of the random number generators of torch and Python. Gradients need no copy, because
+and the state of the random number generators of torch, Python and NumPy. Gradients need no copy, because
 ``torch.autograd.grad`` does not change ``.grad``. Changes inside lists or objects of the model are not
 restored.
 """
@@ -10,40 +10,55 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from mxcompile.distributed.tensors import local
 from mxcompile.models.wrappers import method_of
+from mxcompile.storage.tensor import stored_parts
 
 
 class Generators:
-    """The state of torch's and Python's random number generators at construction."""
+    """The state of the global random number generators of torch, Python and NumPy at construction."""
 
     def __init__(self) -> None:
-        self._random = random.getstate()
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._states = [(read, write, read()) for read, write in _accessors()]
 
     def moved(self) -> bool:
         """Whether random numbers were drawn since construction."""
-        cuda = torch.cuda.get_rng_state_all() if self._cuda else []
-        return (
-            random.getstate() != self._random
-            or not torch.equal(torch.get_rng_state(), self._cpu)
-            or not all(map(torch.equal, cuda, self._cuda))
-        )
+        return any(not _equal(read(), state) for read, _, state in self._states)
 
     def restore(self) -> None:
         """Restores the state."""
-        random.setstate(self._random)
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        for _, write, state in self._states:
+            write(state)
+
+
+def _numpy() -> Any:
+    """Returns ``numpy.random`` if the program has imported it, else None."""
+    return sys.modules.get("numpy.random")
+
+
+def _accessors() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Yields the functions that read and write the state of each generator."""
+    yield random.getstate, random.setstate
+    yield torch.get_rng_state, torch.set_rng_state
+    if torch.cuda.is_initialized():
+        yield torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
+    if numpy := _numpy():
+        yield lambda: numpy.get_state(legacy=False), numpy.set_state
+
+
+def _equal(state: Any, other: Any) -> bool:
+    """Whether two states of one generator are equal."""
+    pairs = zip(tree_leaves(state), tree_leaves(other), strict=True)
+    return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in pairs)
 
 
 @contextmanager
@@ -54,6 +69,8 @@ def drawing(seed: int | None) -> Iterator[None]:
         if seed is not None:
             random.seed(seed)
             torch.manual_seed(seed)
+            if numpy := _numpy():
+                numpy.seed(seed)
         yield
     finally:
         before.restore()
@@ -68,7 +85,7 @@ class SavedState:
             for module in model.modules()
             for slots in (vars(module), module._parameters, module._buffers, module._modules)
         ]
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._values: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]] = {}
         for _, names in self._names:
             for value in names.values():
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -77,19 +94,36 @@ class SavedState:
 
     def add(self, tensor: Tensor) -> None:
         """Adds a copy of the values of `tensor`."""
-        if id(tensor) not in self._values:
-            self._values[id(tensor)] = tensor, tensor.detach().clone()
+        if id(tensor) not in self._values and not tensor.is_meta:
+            whole = tensor.data  # keeps sizes and memory when `tensor` gets others
+            parts = [(part, part.clone()) for part in stored_parts(local(whole))]
+            self._values[id(tensor)] = tensor, whole, parts
 
     def restore(self) -> None:
         """Restores everything. Unchanged tensors are not written to."""
-        for slots, names in self._names:
-            for name in [name for name in slots if name not in names]:
-                del slots[name]
-            slots.update({name: value for name, value in names.items() if slots.get(name) is not value})
-        for tensor, values in self._values.values():
-            if not torch.equal(tensor.detach(), values):
-                tensor.data.copy_(values)
         self.generators.restore()
+        for slots, names in self._names:
+            if _identities(slots) != _identities(names):
+                slots.clear()
+                slots.update(names)
+        for tensor, whole, parts in self._values.values():
+            now = stored_parts(local(tensor.data))
+            stays = all(_same_memory(part, before) for part, (before, _) in zip(now, parts, strict=True))
+            if not stays or whole.layout is torch.sparse_coo:  # a write to it also unsets `is_coalesced`
+                tensor.data = whole
+            for part, values in parts:
+                if not torch.equal(part, values):
+                    part.copy_(values)
+
+
+def _same_memory(part: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors have the same sizes and elements. ``is_set_to`` does not take every dtype."""
+    pairs = (part.shape, other.shape), (part.stride(), other.stride()), (part.data_ptr(), other.data_ptr())
+    return all(mine == theirs for mine, theirs in pairs)
+
+
+def _identities(names: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(name, id(value)) for name, value in names.items()]
 
 
 def fresh(arguments: Any) -> Any:
