@@ -52,7 +52,7 @@ BUDGETS = {
     "mxcompile/report/forms": 1_155,
     "mxcompile/rules": 565,
     "mxcompile/serving": 620,
-    "mxcompile/storage": 996,
+    "mxcompile/storage": 995,
     "mxcompile/watch": 1_810,
     "passes": 4_077,
     "passes/roles": 2_232,
