@@ -206,8 +206,19 @@ def test_compiled_records_of_a_rank_replace_planned_records_of_another():
     assert "not compiled yet" in str(stages[0])
     merged = Report.merged([stages[1], stages[0], stages[1]])
     assert [(g.name, g.kernel) for g in merged.gemms] == [(f"{i}.up", "mm") for i in (1, 1, 1, 0, 0, 0)]
-    assert merged.summary.warnings == ()
+    assert merged.summary.warnings == (
+        "compiled in some of the merged reports; in others not compiled yet, or run outside of compiled code:"
+        " 0-1.up",
+    )
+    assert Report.merged([merged, merged]) == merged
     assert sum(g.kernel == "not compiled yet" for g in Report.merged(stages[:1]).gemms) == 3
+
+
+def test_warnings_of_a_rank_that_adds_no_layer_stay():
+    first, other = (report(*training("a"), warnings=words) for words in (("both",), ("both", "uneven")))
+    merged = Report.merged([first, other])
+    assert merged.summary.warnings == ("both", "uneven")
+    assert (merged.gemms, merged.summary.graphs) == (first.gemms, 1)
 
 
 def test_reports_of_different_things_are_not_merged():
