@@ -47,7 +47,7 @@ BUDGETS = {
     "mxcompile/policy": 1_848,
     "mxcompile/policy/importers": 1_008,
     "mxcompile/ranks": 663,
-    "mxcompile/report": 1_052,
+    "mxcompile/report": 1_081,
     "mxcompile/report/data": 1_100,
     "mxcompile/report/forms": 1_155,
     "mxcompile/rules": 565,
