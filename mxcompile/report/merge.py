@@ -22,6 +22,7 @@ from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, Part, ReportD
 from mxcompile.report.forms.words import listed
 
 _OUTSIDE = "not compiled yet, or run outside of compiled code:"
+_OUTSIDE_OF_SOME = f"compiled in some of the merged reports; in others {_OUTSIDE}"
 _NAMED = 4
 _Key = tuple[str, str, str, str, str, bool]
 _Number = TypeVar("_Number", int, float)
@@ -151,11 +152,11 @@ def with_plan(
     return tuple(sorted((*gemms, *pending), key=lambda gemm: order.get(gemm.name, len(order))))
 
 
-def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
+def outside(gemms: Iterable[GemmRecord], words: str = _OUTSIDE) -> tuple[str, ...]:
     """Returns a warning about the layers of `gemms` that shall be quantized and are in no compiled graph.
 
     These layers were not called yet, or Dynamo runs them in eager mode, for example in a loop it cannot
-    trace.
+    trace. words: the warning without the names of the layers.
     """
     pending = (gemm for gemm in gemms if gemm.kernel == NOT_COMPILED and is_quantized(gemm.precision))
     rows = fold(dataclasses.replace(gemm, source="") for gemm in pending)
@@ -163,14 +164,14 @@ def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
     for row in rows:
         kinds = dict.fromkeys(gemm.gemm for gemm in row.gemms)
         names[row.name if "fprop" in kinds else f"{row.name} ({', '.join(kinds)})"] = None
-    return (f"{_OUTSIDE} {listed([*names], _NAMED)}",) if names else ()
+    return (f"{words} {listed([*names], _NAMED)}",) if names else ()
 
 
 def merge(reports: Sequence[ReportData]) -> tuple[list[GemmRecord], Summary, list[Outline]]:
     """Returns the records, summary and outlines of several reports as one.
 
-    Of equal records the first is kept, compiled before planned. Raises `OptionError` if targets or policies
-    differ.
+    Of equal records the first is kept, compiled before planned. The warnings of all reports are kept. Raises
+    `OptionError` if targets or policies differ.
     """
     if not reports:
         raise OptionError("nothing to merge: give at least one report")
@@ -181,8 +182,9 @@ def merge(reports: Sequence[ReportData]) -> tuple[list[GemmRecord], Summary, lis
                 f"these reports cannot be merged: reports of one model have one {field}, found"
                 f" {', '.join(map(repr, values))}"
             )
-    every = (gemm for report in reports for gemm in report.gemms)
+    every = [gemm for report in reports for gemm in report.gemms]
     compiled = {(gemm.name, gemm.gemm) for gemm in every if gemm.kernel != NOT_COMPILED}
+    pending = {(gemm.name, gemm.gemm): gemm for gemm in every if gemm.kernel == NOT_COMPILED}
     keys: set[_Key] = set()
     gemms: list[GemmRecord] = []
     graphs: list[Outline] = []
@@ -199,14 +201,16 @@ def merge(reports: Sequence[ReportData]) -> tuple[list[GemmRecord], Summary, lis
             gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
             graphs += report.graph
             counted.append(report.summary)
-    warnings = dict.fromkeys(w for s in counted for w in s.warnings if not w.startswith(_OUTSIDE))
+    of_all = dict.fromkeys(warning for report in reports for warning in report.summary.warnings)
+    warnings = [warning for warning in of_all if not warning.startswith(_OUTSIDE)]
+    of_some = outside((gemm for key, gemm in pending.items() if key in compiled), _OUTSIDE_OF_SOME)
     fields: dict[str, Any] = {
         "target": counted[0].target,
         "policy": counted[0].policy,
         "num_gemms": len(gemms),
         "flop_share": flop_share(gemms),
         "cache": together(s.cache for s in counted),
-        "warnings": (*warnings, *outside(gemms)),
+        "warnings": (*warnings, *of_some, *outside(gemms)),
         "estimate_us": total(gemm.estimate_us for gemm in gemms),
         "estimate_bf16_us": total(gemm.estimate_bf16_us for gemm in gemms),
     }

@@ -72,6 +72,10 @@ def _reference(model: nn.Module) -> weakref.ref[nn.Module]:
     return reference
 
 
+_SHARED = (
+    "models with layers of the same names share the report file {!r}, which has only the last of these:"
+    " give each model a path of its own"
+)
 _SLOW_S = 0.1
 _PAUSE = 10
 """After a write slower than `_SLOW_S` seconds, the file is not written for `_PAUSE` times that duration."""
@@ -85,6 +89,7 @@ class Registry:
         self._plans: dict[tuple[weakref.ref[nn.Module], str], tuple[tuple[GemmRecord, ...], str]] = {}
         self._notes: dict[tuple[object, str], dict[str, None]] = {}
         self._failing: set[Path] = set()
+        self._shared: set[Path] = set()
         self._stale: set[Path] = set()
         self._next_write: dict[Path, float] = {}
         self._lock = threading.RLock()
@@ -152,14 +157,19 @@ class Registry:
                 self._write(path)
 
     def _write(self, path: Path) -> None:
-        """Writes the report of all ledgers with the report file `path`. Logs a warning on failure."""
+        """Writes the report of the ledgers with the report file `path`. Logs a warning on failure."""
         same = [ledger for ledger in self._ledgers.values() if ledger.path == path]
         phase = next((ledger.phase for ledger in reversed(same) if ledger.phase), "")
         same = [ledger for ledger in same if ledger.phase in ("", phase)]
         self._stale.discard(path)
         start = time.monotonic()
         try:
-            self._report(same).save(path)
+            shown = self._of_one_report(same)
+            note = _SHARED.format(str(path)) if len(shown) < len(same) else ""
+            if note and path not in self._shared:
+                log.warning("%s", note)
+                self._shared.add(path)
+            self._report(shown, note).save(path)
         except Exception as error:  # no failure of a report may stop compilation or training
             if path not in self._failing:
                 log.warning("cannot write the report: %s; the model runs without a report", error)
@@ -169,13 +179,31 @@ class Registry:
         end = time.monotonic()
         self._next_write[path] = end + _PAUSE * (end - start) if end - start > _SLOW_S else end
 
-    def _report(self, ledgers: Sequence[Ledger]) -> Report:
-        """Returns the report of `ledgers`, which share target and policy."""
+    def _of_one_report(self, ledgers: Sequence[Ledger]) -> list[Ledger]:
+        """Returns `ledgers` without the models that have layers of the same names as a later model.
+
+        Blocks that were compiled one by one have names of the whole model, so they stay together.
+        """
+        models: dict[object, list[Ledger]] = {}
+        for ledger in ledgers:
+            models.setdefault(ledger.model, []).append(ledger)
+        if len(models) == 1:
+            return [*ledgers]
+        kept, names = set[object](), set[str]()
+        for model, same in reversed(models.items()):
+            layers = {gemm.name for gemm in self._report(same).gemms if gemm.name and model is not None}
+            if names.isdisjoint(layers):
+                kept.add(model)
+                names |= layers
+        return [ledger for ledger in ledgers if ledger.model in kept]
+
+    def _report(self, ledgers: Sequence[Ledger], note: str = "") -> Report:
+        """Returns the report of `ledgers`, which share target and policy. note: another warning for it."""
         last = ledgers[-1]
         keys = [(ledger.model, ledger.group) for ledger in ledgers if ledger.model is not None]
         plans = [self._plans[key] for key in keys if key in self._plans]
         planned = dict.fromkeys(gemm for gemms, _ in plans for gemm in gemms)
-        notes = dict.fromkeys(note for _, note in plans)
+        notes = dict.fromkeys((note, *(note for _, note in plans)))
         for ledger in ledgers:
             notes |= self._notes.get((ledger.model or ledger.frame, ledger.group), {})
         return Report.from_parts(
@@ -220,6 +248,7 @@ class Registry:
             self._notes.clear()
             self._plans = {key: plan for key, plan in self._plans.items() if key[0]() is not None}
             self._failing.clear()
+            self._shared.clear()
             self._stale.clear()
 
 

@@ -75,8 +75,8 @@ class Report(ReportData):
         """Merges reports of one model, for example of ranks or pipeline stages; each layer is in it once.
 
         Args:
-            reports: the reports. For equal layers the record of the first report is kept. A report that adds
-                no record does not count in the summary.
+            reports: the reports. For equal layers the record of the first report is kept. The figures of a
+                report that adds no record do not count in the summary; its warnings stay.
 
         Raises:
             OptionError: if `reports` is empty, or if targets or policies differ.

@@ -9,9 +9,9 @@ FP4 elements of a byte are neighbours along that dimension. A global scale that 
 dimensions changes, too. Only `copy_` may change an `MXTensor` in place; it quantizes a source of another
 format.
 
-Collectives that shard a tensor send qdata and scale bytes instead of values. DTensor splits a tensor and
-sends its shards, or the whole tensor, from one rank to the others. A shard that cuts scale blocks was
-dequantized by the split and is sent as values.
+A scatter, by which DTensor shards a tensor, sends qdata and scale bytes instead of values. A shard that cuts
+scale blocks was dequantized by the split and is sent as values. A broadcast sends values, because the format
+can differ between ranks: PyTorch receives a state dict in dense tensors.
 """
 
 from __future__ import annotations
@@ -252,37 +252,36 @@ def _holds(x: MXTensor, source: MXTensor) -> bool:
     return all(size in (1, n) for to, part in pairs for n, size in zip(to.shape, part.shape, strict=True))
 
 
-def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
-    """Copies the tensors of one rank to all other ranks."""
-    return tensors, _send_parts(tensors, lambda index: func(_parts(tensors, index), *args, **kwargs))
+def _broadcast(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Sends the values of one rank to all others. A rank that has these values already keeps its codes."""
+    sent = [dense(x).contiguous() if isinstance(x, MXTensor) else x for x in tensors]
+    work = func(sent, *args, **kwargs)[1]
+    work.wait()
+    for x, values in zip(tensors, sent, strict=True):
+        if isinstance(x, MXTensor) and not torch.equal(_bytes(dense(x)), _bytes(values)):
+            _copy(aten.copy_.default, x, values)
+    return tensors, work
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 def _scatter(
-    func: Any, outputs: Sequence[MXTensor], inputs: Sequence[Sequence[MXTensor]], *args: Any, **kwargs: Any
+    func: Any, outputs: Sequence[MXTensor], inputs: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any
 ) -> Any:
-    """Sends each rank its own tensor among the `inputs` of one rank."""
-
-    def send(index: int) -> Any:
-        return func(_parts(outputs, index), [_parts(row, index) for row in inputs], *args, **kwargs)
-
-    return outputs, _send_parts(outputs, send)
-
-
-def _send_parts(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
-    """Calls `send` with the index of each part in sequence. Returns the work handle of the last part."""
-    last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
-    for index in range(last):
-        send(index)[1].wait()
-    return send(last)[1]
+    """Sends each rank its own tensor among the `inputs` of one rank, part by part."""
+    for index in range(len(outputs[0].parts)):
+        work = func(_parts(outputs, index), [_parts(row, index) for row in inputs], *args, **kwargs)[1]
+        work.wait()
+    return outputs, work
 
 
-def _parts(tensors: Sequence[Any], index: int) -> list[Tensor]:
+def _parts(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
     """Returns part number `index` of each tensor, FP8 as bytes."""
     if not all(isinstance(tensor, MXTensor) for tensor in tensors):
-        raise FormatError(
-            "a collective got tensors in MXFP8 together with others: send them in separate collectives"
-        )
-    parts = [tensor.parts[index] for tensor in tensors]
+        raise FormatError("a scatter got MXTensors together with others: give it tensors of one kind")
+    parts = [tensor.parts[index] for tensor in tensors if isinstance(tensor, MXTensor)]
     return [part if part.dtype is torch.float32 else part.view(torch.uint8) for part in parts]
 
 

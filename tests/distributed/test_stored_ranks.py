@@ -24,10 +24,7 @@ def alone():
     dist.destroy_process_group()
 
 
-NVFP4 = {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"}
-
-
-@pytest.mark.parametrize("how", [{}, NVFP4], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("how", [{}, stored_ranks.NVFP4], ids=["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
 def test_codes_and_scales_are_sent(alone: None, placement: Shard | Replicate, how: dict):
     weight = mxcompile.quantize(torch.randn(48, 64), **how)
@@ -36,6 +33,30 @@ def test_codes_and_scales_are_sent(alone: None, placement: Shard | Replicate, ho
     assert torch.equal(part.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
     assert torch.equal(part.scale_bytes, weight.scale_bytes)
     assert torch.equal(part.dequantize(), weight.dequantize())
+
+
+def test_a_broadcast_gives_every_rank_the_values_whatever_it_holds(tmp_path: Path):
+    """Codes went to a buffer of values, which then held garbage, and the scales to the next collective."""
+    for results in on_ranks(stored_ranks.RANKS, tmp_path, stored_ranks.received_by_precision):
+        for precision, received in results.items():
+            right = stored_ranks.weight(0, precision).dequantize(torch.float32)
+            for name, values in received.items():
+                assert torch.equal(values, right), (precision, name)
+
+
+def test_a_broadcast_keeps_the_codes_of_equal_values(alone: None):
+    weight = mxcompile.quantize(torch.full((32, 64), 448.0)).t()
+    weight.qdata[0, 0] = float("nan")
+    before = [part.clone() for part in weight.parts]
+    dist.broadcast(weight, src=0)
+    for part, old in zip(weight.parts, before, strict=True):
+        assert torch.equal(part.view(torch.uint8), old.view(torch.uint8))
+
+
+def test_a_scatter_of_two_kinds_is_refused(alone: None):
+    weight = mxcompile.quantize(torch.randn(32, 32))
+    with pytest.raises(FormatError, match="MXTensors together with others"):
+        dist.scatter(weight, [weight.dequantize(torch.float32)])
 
 
 def test_collectives_that_would_lose_their_result_are_refused(alone: None):

@@ -79,7 +79,7 @@ def test_a_disk_that_fills_up_is_a_warning_and_the_old_file_stays(tmp_path: Path
 
     with caplog.at_level(logging.WARNING, "mxcompile.report"), mock.patch.object(Path, "write_bytes", full):
         step(path)
-    warnings = [r.message for r in caplog.records if r.name == "mxcompile.report"]
+    warnings = [r.message for r in caplog.records if "cannot write the report" in r.message]
     assert len(warnings) == 1
     assert "No space left on device" in warnings[0]
     assert path.read_text() == before
@@ -206,8 +206,19 @@ def test_compiled_records_of_a_rank_replace_planned_records_of_another():
     assert "not compiled yet" in str(stages[0])
     merged = Report.merged([stages[1], stages[0], stages[1]])
     assert [(g.name, g.kernel) for g in merged.gemms] == [(f"{i}.up", "mm") for i in (1, 1, 1, 0, 0, 0)]
-    assert merged.summary.warnings == ()
+    assert merged.summary.warnings == (
+        "compiled in some of the merged reports; in others not compiled yet, or run outside of compiled code:"
+        " 0-1.up",
+    )
+    assert Report.merged([merged, merged]) == merged
     assert sum(g.kernel == "not compiled yet" for g in Report.merged(stages[:1]).gemms) == 3
+
+
+def test_warnings_of_a_rank_that_adds_no_layer_stay():
+    first, other = (report(*training("a"), warnings=words) for words in (("both",), ("both", "uneven")))
+    merged = Report.merged([first, other])
+    assert merged.summary.warnings == ("both", "uneven")
+    assert (merged.gemms, merged.summary.graphs) == (first.gemms, 1)
 
 
 def test_reports_of_different_things_are_not_merged():
@@ -282,6 +293,35 @@ def test_models_and_policies_have_reports_of_their_own():
     torch._dynamo.reset()
     torch.compile(models[0], backend=EagerBackend(policy="bf16"))(torch.randn(4, 64))
     assert [r.summary.policy for r in mxcompile.reports()] == ["preset nvidia"] * 2 + ["preset bf16"]
+
+
+def test_models_that_share_a_file_are_told_apart(tmp_path: Path, caplog):
+    """Both are an `nn.Sequential`, one code: the second took the place of the first without a word."""
+    path = tmp_path / "mx.json"
+    generator = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 128))
+    critic = nn.Sequential(nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 192), nn.ReLU(), nn.Linear(192, 32))
+    first, second = (torch.compile(m, backend=EagerBackend(report=path)) for m in (generator, critic))
+    with caplog.at_level(logging.WARNING, "mxcompile.report"):
+        second(first(torch.randn(32, 64))).sum().backward()
+    alone, last = mxcompile.reports()
+    saved, (warning,) = Report.load(path), Report.load(path).summary.warnings
+    assert saved == dataclasses.replace(last, summary=dataclasses.replace(last.summary, warnings=(warning,)))
+    assert saved.summary.weight_bytes > alone.summary.weight_bytes > 0
+    assert repr(str(path)) in warning
+    assert "give each model a path of its own" in warning
+    assert [r.message for r in caplog.records if r.name == "mxcompile.report"] == [warning]
+
+
+def test_models_with_other_names_are_one_report_in_a_file(tmp_path: Path):
+    """As blocks that are compiled one by one, and code without a known model."""
+    registry, models = Registry(), [nn.Linear(1, 1), None, nn.Linear(1, 1)]
+    for index, model in enumerate(models):
+        fresh = Ledger(target="cpu", policy="p", model=model, path=tmp_path / "mx.json")
+        gemms = record(f"{index}.up"), record("1.up" if model is None else "")
+        registry.put(registry.open(index, fresh), None, Part(gemms=gemms))
+    saved = Report.load(tmp_path / "mx.json")
+    assert [gemm.name for gemm in saved.gemms] == ["0.up", "", "1.up", "1.up", "2.up", ""]
+    assert saved.summary.warnings == ()
 
 
 def test_the_plan_of_a_model_is_in_its_report():
