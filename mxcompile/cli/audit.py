@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxcompile.cli import arguments
-from mxcompile.errors import CheckpointError
+from mxcompile.errors import CheckpointError, ModelError
 
 if TYPE_CHECKING:
     from mxcompile.models.named import LoadedModel
@@ -40,6 +40,7 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     import torch
     from torch.utils._pytree import tree_map_only
 
+    from mxcompile.analysis.study.session import NEEDS_VALUES
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.load import from_directory, load_weights
     from mxcompile.models.named import load_model
@@ -59,8 +60,12 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     if checkpoint is not None:
         load_weights(loaded.model, checkpoint)
         loaded = dataclasses.replace(loaded, made_up="inputs" if loaded.made_up else "")
-    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), (loaded.args, loaded.kwargs))
-    loaded = dataclasses.replace(loaded, model=loaded.model.to(where), args=args, kwargs=kwargs)
+    inputs = loaded.args, loaded.kwargs
+    try:
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), inputs)
+        loaded = dataclasses.replace(loaded, model=loaded.model.to(where), args=args, kwargs=kwargs)
+    except NotImplementedError:  # a tensor on the meta device
+        raise ModelError(f"cannot run {options.model}: {NEEDS_VALUES}") from None
     if note := random_note(loaded):
         print(note, file=sys.stderr)
     if options.inference:

@@ -212,6 +212,22 @@ def small_model() -> tuple[torch.nn.Module, tuple[torch.Tensor], dict[str, Any]]
     return torch.nn.Sequential(torch.nn.Linear(64, 64)), (torch.randn(32, 64),), {}
 
 
+def small_model_on_meta() -> tuple[torch.nn.Module, tuple[torch.Tensor], dict[str, Any]]:
+    model, (x,), _ = small_model()
+    return model.to("meta"), (x.to("meta"),), {}
+
+
+@pytest.mark.parametrize("command", ["audit", "blame", "tune --min-sqnr 20"])
+def test_model_on_meta_where_values_are_needed_is_an_error_of_one_line(
+    command: str, capsys: pytest.CaptureFixture[str]
+):
+    name, *flags = command.split()
+    assert main([name, f"{__name__}:small_model_on_meta", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mxcompile: cannot run")
+    assert "use explain" in line
+
+
 def test_explain_into_a_file_prints_summary_and_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     command = ["explain", f"{__name__}:small_model", "--policy", "bf16", "--target", "b200"]
     assert main(command) == 0

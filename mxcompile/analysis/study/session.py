@@ -39,10 +39,11 @@ from mxcompile.rules import layers_of
 LossFunction = Callable[[Any], Tensor]
 MAKE_A_LOSS = "let the model return a scalar or an output with .loss; in Python, loss_fn can make one"
 """Advice for a model without a loss."""
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
     "the model or its inputs are on the meta device, and this needs values: give them values, or use explain,"
     " which needs none"
 )
+"""Advice for a model without values."""
 Keys = frozenset[Key]
 """Some GEMMs of a model."""
 
@@ -98,7 +99,7 @@ class Session:
                 args, kwargs = fresh(self._arguments)
                 output = self._call(args, kwargs)
                 if _on_meta((output, main_output(output), loss_of(output))):
-                    raise ModelError(f"cannot run the model: {_NEEDS_VALUES}")
+                    raise ModelError(f"cannot run the model: {NEEDS_VALUES}")
                 loss_fn = loss_of if self._loss_fn is None else self._loss_fn
                 loss, logits = loss_fn(output), main_output(output)
                 if self._loss_fn is not None and not _is_scalar(loss):
@@ -147,7 +148,7 @@ class Session:
                 raise inner from None
             message = failure("run", error, self.model)
             if _on_meta((*self.model.parameters(), *self.model.buffers(), self._arguments)):
-                message = f"{message}; {_NEEDS_VALUES}"
+                message = f"{message}; {NEEDS_VALUES}"
             raise ModelError(message) from error
 
 
