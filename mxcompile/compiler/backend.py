@@ -184,7 +184,7 @@ def compile_graph(
         compiled(gm, compilation),
         attribution=publish(compilation, stored),
         sampling=sampling(compilation, example_inputs, lambda part: compiled(copied(gm), part)),
-        scales=DelayedScales(tapped, dict(compilation.part.histories), capture.root) if tapped else None,
+        scales=DelayedScales(tapped, dict(compilation.part.histories), capture) if tapped else None,
         references=weak_references(),
         hidden=hidden_products(compilation, gm),
     )

@@ -223,7 +223,7 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Holders:
-    """Finds the module that holds a parameter, by the parameter's identity, and lets the model be freed.
+    """Finds the module that holds a parameter or buffer, by identity, and lets the model be freed.
 
     Weak references to the parameters would be simpler, but ``torch.utils.swap_tensors``, which `nn.Module.to`
     may use to change a parameter in place, rejects tensors with weak references.
@@ -236,17 +236,17 @@ class Holders:
         """Returns (module, name) for `tensor`, or None if no registered module holds it."""
         reference, name = self._references.get(id(tensor), (None, ""))
         module = None if reference is None else reference()
-        if module is None or module._parameters.get(name) is not tensor:
+        if module is None or {**module._buffers, **module._parameters}.get(name) is not tensor:
             return None  # a new tensor may have the id of a freed or replaced one
         return module, name
 
     def add(self, modules: Iterable[nn.Module], only: Tensor | None = None) -> bool:
-        """Registers the parameters of `modules`, or the parameter `only`. Returns whether there are any."""
+        """Registers the tensors of `modules`, or the tensor `only`. Returns whether there are any."""
         holders = {
-            id(parameter): (weakref.ref(module), name)
+            id(tensor): (weakref.ref(module), name)
             for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None and (only is None or parameter is only)
+            for name, tensor in {**module._buffers, **module._parameters}.items()
+            if tensor is not None and (only is None or tensor is only)
         }
         self._references.update(holders)
         return bool(holders)

@@ -90,7 +90,7 @@ class EagerBackend:
                 example_inputs,
                 lambda sampled: self._compiled(copied(gm), example_inputs, sampled),
             ),
-            scales=DelayedScales(tapped, dict(compilation.part.histories), graph.root) if tapped else None,
+            scales=DelayedScales(tapped, dict(compilation.part.histories), graph) if tapped else None,
             references=weak_references(),
             hidden=hidden_products(compilation, gm),
         )

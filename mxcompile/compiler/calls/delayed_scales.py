@@ -7,18 +7,21 @@ it gets one output per weight: the amax of x and w in this call. The amax of dy 
 the input, which needs ``backward()``; ``torch.autograd.grad`` of selected tensors does not compute it.
 
 Histories advance after forward (x, w) and after backward (dy) of calls that compute gradients. A
-recomputation by checkpointing uses the scales of the first run. A non-finite amax is recorded as 0. Each rank
-has its own histories, without a collective: a GEMM is exact under the scales of its own operands, and ranks
-of pipelines or experts, which call layers at different times, would deadlock. `reduce_histories` equalises
-them on request.
+recomputation by checkpointing uses the scales of the first run (`repetitions`). A non-finite amax is recorded
+as 0. Each rank has its own histories, without a collective: a GEMM is exact under the scales of its own
+operands, and ranks of pipelines or experts, which call layers at different times, would deadlock.
+`reduce_histories` equalises them on request.
 
-Buffers are registered when a graph with delayed scales is compiled; they are saved and moved with the model.
-To load a state dict with histories before the first call, use `mxcompile.compile` or `Backend(root=…)`: both
-get the model before it runs, and prepare it (`expect`).
+The first call of a graph with delayed scales adds the buffers to the modules that hold its weights, also if a
+function is compiled. They are saved and moved with the model. The history of a weight without a module is an
+attribute of the tensor, which all graphs share. To load a state dict with histories before the first call,
+use `mxcompile.compile` or `Backend(root=…)`: both get the model before it runs, and prepare it (`expect`).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import operator
 import weakref
@@ -26,23 +29,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import skip_code
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mxcompile import ops
+from mxcompile.compiler.calls.repetitions import Regions
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.hooks.trace import copied
-from mxcompile.compiler.session.frames import running
+from mxcompile.compiler.session.frames import called_models, running
 from mxcompile.compiler.session.session import session_of
-from mxcompile.models.names import Owner
 from mxcompile.models.tree import Holders
 from mxcompile.policy import Policy
-from mxcompile.watch.steps import in_backward
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +76,8 @@ def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: o
     for key, value in state.items():
         path, _dot, name = key.removeprefix(prefix).rpartition(".")
         module = modules.get(path) if key.startswith(prefix) and name.endswith(SUFFIX) else None
-        weight = module._parameters.get(name.removesuffix(SUFFIX)) if module is not None else None
-        if module is not None and weight is not None and name not in module._buffers:
+        weight = None if module is None else getattr(module, name.removesuffix(SUFFIX), None)
+        if module is not None and isinstance(weight, Tensor) and name not in module._buffers:
             module.register_buffer(name, torch.zeros_like(value, device=weight.device))
             # DDP would overwrite the buffer with rank 0's in every forward
             setattr(root, _DDP_IGNORES, [*getattr(root, _DDP_IGNORES, ()), key.removeprefix(prefix)])
@@ -169,94 +171,99 @@ def _tap(graph: fx.Graph, last: fx.Node, weight: fx.Node, state: fx.Node) -> fx.
     return seen
 
 
+Place = tuple[dict[str, Any], str]
+"""The dict of a history, a module's buffers or a tensor's attributes, and its key there."""
+
+
 class DelayedScales:
     """Passes scales to the code of a tapped graph and advances the histories.
 
     lengths: history length of each weight with delayed scales, by its position among the tapped weights.
     """
 
-    def __init__(self, tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None) -> None:
+    def __init__(self, tapped: Tapped, lengths: Mapping[int, int], capture: Capture) -> None:
         self._positions, self._outputs = tapped.positions, tapped.outputs  # not `tapped`: it holds parameters
         self._lengths = dict(lengths)
         self._trains = any(state.requires_grad for state in tapped.states)
-        self._root = None if root is None else weakref.ref(root)
+        self._models = [weakref.ref(model) for model in (*capture.readers, *capture.tree.roots.values())]
+        self._paths = {index: capture.inputs[self._positions[index]].path for index in lengths}
+        self._modules = weakref.WeakValueDictionary(capture.tree.modules)
         self._holders = Holders()
-        self._apart: dict[int, nn.Module] = {}
-        self._read: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
     def run(self, code: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Runs `code` with the original inputs `args` and advances the histories."""
         weights = [args[position] for position in self._positions]
-        owners = {index: self._owner(index, weights[index]) for index in self._lengths}
+        places = {index: self._owner(index, weights[index]) for index in self._lengths}
         histories = {
-            index: _history(*owners[index], weights[index], length) for index, length in self._lengths.items()
+            index: _history(*places[index], weights[index], length) for index, length in self._lengths.items()
         }
-        rerun = in_backward() and all(name in self._read.get(module, ()) for module, name in owners.values())
-        states = self._states(weights, owners, histories, rerun=rerun)
+        regions = Regions.around()
+        states = self._states(weights, places, histories, regions)
         results = code(*args, *states.unbind(0))
         outputs, seen = results[: self._outputs], results[self._outputs :]
-        if states.requires_grad and not rerun:
+        if states.requires_grad and not regions.trained:
             _shift({index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2))
         return outputs
 
     def _states(
-        self, weights: list[Tensor], owners: dict[int, Owner], histories: dict[int, Tensor], *, rerun: bool
+        self, weights: list[Tensor], places: dict[int, Place], histories: dict[int, Tensor], regions: Regions
     ) -> Tensor:
         """Returns the largest amax of each history, FP32 [weights, 3], with a hook that records dy's amax.
 
         Rows start at multiples of 16 bytes, because Inductor copies unaligned inputs.
         """
-        keeps = self._trains and torch.is_grad_enabled()
         with torch.no_grad():
             states = torch.empty(len(weights), 4, dtype=torch.float32, device=weights[0].device)[:, :3]
             rows = [states.new_zeros(3)] * len(weights)
-            figures = {} if rerun else _largest(histories)
-            for index in histories:
-                module, name = owners[index]
-                amax = self._read[module].pop(name) if rerun else figures[index]
-                rows[index] = amax.to(weights[index].device)
-                if keeps and not in_backward():
-                    self._read.setdefault(module, {})[name] = rows[index]
+            for index, amax in _largest(histories).items():
+                buffers, name = places[index]
+                kept = regions.kept((id(buffers), name))
+                rows[index] = (amax if kept is None else kept).to(weights[index].device)
+                regions.keep((id(buffers), name), rows[index])
             torch.stack(rows, out=states)
-        if keeps:
+        if self._trains and torch.is_grad_enabled():
             states.requires_grad_()
-            states.register_hook(lambda seen: _shift(dict(enumerate(seen)), histories, rows=slice(2, 3)))
+            states.register_hook(functools.partial(_shift, histories=histories, rows=slice(2, 3)))
         return states
 
-    def _owner(self, index: int, weight: Tensor) -> Owner:
-        """Returns the module of tapped weight `index`, and the name of its history buffer."""
+    def _owner(self, index: int, weight: Tensor) -> Place:
+        """Returns the place of the history of tapped weight `index`."""
+        name, attributes = f"weight{SUFFIX}", vars(weight)
+        if name in attributes:
+            return attributes, name
         holder = self._holders.holder(weight)
-        if holder is None and self._root is not None and (root := self._root()) is not None:
-            self._holders.add(root.modules())
+        if holder is None:  # a new parameter, or Dynamo reuses the code for another model
+            captured = (model for reference in self._models if (model := reference()) is not None)
+            models = (*called_models().values(), *running(), *captured)
+            self._holders.add(module for model in models for module in model.modules())
             holder = self._holders.holder(weight)
-        if holder is None:  # Dynamo reuses the code for another model
-            self._holders.add(module for caller in running() for module in caller.modules())
-            holder = self._holders.holder(weight)
-        if holder is None:
-            if index not in self._apart:
-                log.warning(
-                    "no module of the model has a weight with a delayed scale as its parameter: the amax"
-                    " history of the weight is not saved with the model"
-                )
-            holder = self._apart.setdefault(index, nn.Module()), "weight"
-        return holder[0], f"{holder[1]}{SUFFIX}"
+        outer, _, of_weight = self._paths[index].rpartition(".")
+        if holder is None and not isinstance(weight, nn.Parameter) and outer in self._modules:
+            holder = self._modules[outer], of_weight  # a tensor in place of the parameter in this call
+        if holder is not None:
+            return holder[0]._buffers, f"{holder[1]}{SUFFIX}"
+        log.warning(
+            "no module has %s as a parameter or buffer: its amax history stays with the tensor, outside of"
+            " state dicts",
+            self._paths[index],
+        )
+        return attributes, name
 
 
-def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tensor:
-    """Returns the buffer `name` of `module`, after creating it, or resizing it to `length`, in FP32.
+def _history(buffers: dict[str, Any], name: str, weight: Tensor, length: int) -> Tensor:
+    """Returns the history `name` of `buffers`, after creating it, or resizing it to `length`, in FP32.
 
     A conversion of the model to another dtype converts its histories too.
     """
-    buffer = module._buffers.get(name)
-    if buffer is None or buffer.shape != (3, length) or buffer.dtype is not torch.float32:
+    history = buffers.get(name)
+    if history is None or history.shape != (3, length) or history.dtype is not torch.float32:
         with torch.inference_mode(False), torch.no_grad():  # later steps could not update an inference tensor
             kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
-            if buffer is not None and buffer.ndim == 2:
-                count = min(length, buffer.shape[1])
-                kept[:, :count] = buffer[:, :count]
-        module.register_buffer(name, kept)
-        buffer = kept
-    return buffer
+            if history is not None and history.ndim == 2:
+                count = min(length, history.shape[1])
+                kept[:, :count] = history[:, :count]
+        buffers[name] = history = kept
+    return history
 
 
 def _same_shapes(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
@@ -274,7 +281,7 @@ def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 @torch.no_grad()
-def _shift(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
+def _shift(seen: Mapping[int, Tensor] | Tensor, histories: Mapping[int, Tensor], rows: slice) -> None:
     """Shifts `rows` of the histories by one column and inserts the amax values of `seen` at the front."""
     for group in _same_shapes(histories):
         chosen = [history[rows] for history in group.values()]
@@ -282,3 +289,6 @@ def _shift(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: sl
         new = new.nan_to_num(0.0, posinf=0.0).unsqueeze(-1)
         moved = torch.cat([new, torch.stack(chosen)[..., :-1]], dim=-1)
         torch._foreach_copy_(chosen, [*moved.unbind(0)])
+
+
+skip_code(inspect.unwrap(_shift).__code__)  # Dynamo would compile it as a graph of the user's

@@ -62,11 +62,12 @@ def steps_of(source: str) -> tuple[str, ...]:
 class Located:
     """The inputs and modules of the graph `gm` of `root`, called with `values`.
 
-    tree: tree of the model, or of the models of a function. inputs: description of each input. matrices:
-    paths of the parameters and buffers with two or more dimensions. holder: for a graph without root, the
-    only module that holds its parameters or that it calls, else None. prefix: path of the module with most of
-    the parameters, or of one around it. owners: Dynamo's source and the path of each module through which the
-    code reads parameters, the model itself excepted. module: path of the module whose code is compiled.
+    tree: tree of the model, or of the models of a function. inputs: description of each input. readers: all
+    modules on the way to an input, in the tree or not. matrices: paths of the parameters and buffers with two
+    or more dimensions. holder: for a graph without root, the only module that holds its parameters or that it
+    calls, else None. prefix: path of the module with most of the parameters, or of one around it. owners:
+    Dynamo's source and the path of each module through which the code reads parameters, the model itself
+    excepted. module: path of the module whose code is compiled.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Located:
         pairs = list(zip(map(source_of_input, placeholders), values, strict=False))
         names = dict.fromkeys(name_of(step) for source, _ in pairs for step in _way(source))
         self._objects = {name: frame.evaluate(name) for name in names}
+        self.readers = tuple(value for value in self._objects.values() if isinstance(value, nn.Module))
         self._defaults = frame.defaults
         ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
         stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
