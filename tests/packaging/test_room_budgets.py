@@ -31,7 +31,7 @@ BUDGETS = {
     "mxcompile/checkpoint": 2_568,
     "mxcompile/cli": 1_451,
     "mxcompile/compiler": 657,
-    "mxcompile/compiler/calls": 873,
+    "mxcompile/compiler/calls": 926,
     "mxcompile/compiler/capture": 667,
     "mxcompile/compiler/hooks": 696,
     "mxcompile/compiler/reporting": 1_099,

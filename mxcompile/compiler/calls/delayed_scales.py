@@ -193,7 +193,7 @@ class DelayedScales:
     def run(self, code: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Runs `code` with the original inputs `args` and advances the histories."""
         weights = [args[position] for position in self._positions]
-        places = {index: self._place(index, weights[index]) for index in self._lengths}
+        places = {index: self._owner(index, weights[index]) for index in self._lengths}
         histories = {
             index: _history(*places[index], weights[index], length) for index, length in self._lengths.items()
         }
@@ -226,15 +226,15 @@ class DelayedScales:
             states.register_hook(functools.partial(_shift, histories=histories, rows=slice(2, 3)))
         return states
 
-    def _place(self, index: int, weight: Tensor) -> Place:
+    def _owner(self, index: int, weight: Tensor) -> Place:
         """Returns the place of the history of tapped weight `index`."""
-        name, held = f"weight{SUFFIX}", vars(weight)
-        if name in held:
-            return held, name
+        name, attributes = f"weight{SUFFIX}", vars(weight)
+        if name in attributes:
+            return attributes, name
         holder = self._holders.holder(weight)
         if holder is None:  # a new parameter, or Dynamo reuses the code for another model
-            known = (model for reference in self._models if (model := reference()) is not None)
-            models = (*called_models().values(), *running(), *known)
+            captured = (model for reference in self._models if (model := reference()) is not None)
+            models = (*called_models().values(), *running(), *captured)
             self._holders.add(module for model in models for module in model.modules())
             holder = self._holders.holder(weight)
         outer, _, of_weight = self._paths[index].rpartition(".")
@@ -247,22 +247,22 @@ class DelayedScales:
             " state dicts",
             self._paths[index],
         )
-        return held, name
+        return attributes, name
 
 
-def _history(place: dict[str, Any], name: str, weight: Tensor, length: int) -> Tensor:
-    """Returns the history `name` of `place`, after creating it, or resizing it to `length`, in FP32.
+def _history(buffers: dict[str, Any], name: str, weight: Tensor, length: int) -> Tensor:
+    """Returns the history `name` of `buffers`, after creating it, or resizing it to `length`, in FP32.
 
     A conversion of the model to another dtype converts its histories too.
     """
-    history = place.get(name)
+    history = buffers.get(name)
     if history is None or history.shape != (3, length) or history.dtype is not torch.float32:
         with torch.inference_mode(False), torch.no_grad():  # later steps could not update an inference tensor
             kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
             if history is not None and history.ndim == 2:
                 count = min(length, history.shape[1])
                 kept[:, :count] = history[:, :count]
-        place[name] = history = kept
+        buffers[name] = history = kept
     return history
 
 

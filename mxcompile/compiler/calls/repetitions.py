@@ -5,7 +5,7 @@
 
 A region is a call of ``torch.utils.checkpoint.checkpoint``. It can hold several calls of a layer and lie
 inside other regions, so that its layers are repeated for each of them. Regions are found through torch's
-saved-tensor hooks, and reentrant ones through the frames of their autograd function.
+saved-tensor hooks, and reentrant regions through the frames of their autograd function.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class Regions:
     @classmethod
     def around(cls) -> Regions:
         """Returns the regions around the call that runs."""
-        found: list[Any] = []
+        regions: list[Any] = []
         for hook in _hooks():
             cells = getattr(inspect.unwrap(hook), "__closure__", None) or ()
             for value in (value for cell in cells for value in content(cell)):
                 region = value() if isinstance(value, ReferenceType) else value
                 if isinstance(region, _CheckpointFrame):
                     if region is not value:
-                        return cls(first=(*found,), repeated=region, repetition=hook, trained=True)
-                    found.append(region)
+                        return cls(first=(*regions,), repeated=region, repetition=hook, trained=True)
+                    regions.append(region)
         if in_backward() or not torch.is_grad_enabled():  # a reentrant region
             for frame in frames():
                 if frame.f_code is CheckpointFunction.forward.__code__:
-                    found.append(frame.f_locals["ctx"])
+                    regions.append(frame.f_locals["ctx"])
                 elif frame.f_code is CheckpointFunction.backward.__code__:
                     region = frame.f_locals["ctx"]
-                    return cls(first=(*found,), repeated=region, repetition=region)
-        return cls(first=(*found,))
+                    return cls(first=(*regions,), repeated=region, repetition=region)
+        return cls(first=(*regions,))
 
     def keep(self, key: Hashable, value: Tensor) -> None:
         """Keeps `value` for repetitions of the call."""
