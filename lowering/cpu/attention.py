@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch._inductor import ir
+from torch._inductor.virtualized import V
 
 from mxcompile.formats import Format
 from mxcompile.lowering.cpu import kernel
@@ -30,6 +31,9 @@ def lower_attention(
         return None
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
+    equal = V.graph.sizevars.statically_known_equals
+    if mask is not None and equal(mask.get_size()[-1], 1) and not equal(length, 1):
+        return None  # the kernel reads a number of the mask for each key
     parts = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
     if not fmt:
         parts = {"q": q, "keys": keys, "values": values}

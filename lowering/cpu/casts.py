@@ -140,7 +140,7 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
     assert isinstance(source, fx.Node)
     for user in source.users:
         view = Cast.from_node(user)
-        if user is node or view is None or user in _progress().seen:
+        if user is node or view is None or view.scale is not None or user in _progress().seen:
             continue
         its = view.copy
         dtypes = {its.dtype, copy.dtype} - {None}

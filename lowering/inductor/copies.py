@@ -72,7 +72,10 @@ def lower_cast(
         return results
     if y is not None:
         return [*lower_cast(x, names), *lower_cast(y, names)]
-    lowered = [cpp.cast(x, copy) or _looped(call, position) for position, copy in enumerate(copies)]
+    lowered = [  # the kernel in C++ computes scales itself
+        (cpp.cast(x, copy) if scales[position] is None else None) or _looped(call, position)
+        for position, copy in enumerate(copies)
+    ]
     return [tensor for tensors in lowered for tensor in tensors]
 
 

@@ -48,6 +48,8 @@ def mistakes(policy: Policy, layers: Sequence[Layer]) -> list[str]:
             continue
         if not fit.decides and fit.rule.match.in_force:
             by = {index + 1 for x in fit.taken if (index := deciding_rule(policy, x)) is not None}
+            if any(policy.rules[number - 1].match.steps for number in by):
+                continue  # the rule decides in other steps
             sentences.append(
                 f"{policy.label}: rule {fit.number} decides nothing: {spelled(fit.taken)} went to"
                 f" {rule_words(sorted(by))}; move it up"

@@ -13,18 +13,23 @@ repeats is not counted again.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+log = logging.getLogger(__name__)
+
+_PATIENCE = 3
+"""Steps of optimizers of other parameters, without one of the model, before a warning."""
 _NODE = "CompiledFunctionBackward"
 _DEPTH = 4
 """Largest number of view nodes between a result and the node of the compiled function."""
@@ -43,7 +48,8 @@ class Steps:
         self._has_stepped = False
         self.is_open = False
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._counted: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._counted: WeakSet[Optimizer] = WeakSet()
+        self._others = 0
 
     @property
     def next(self) -> int:
@@ -99,12 +105,21 @@ class Steps:
             self._ends()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        counted = self._counted.get(optimizer)
-        if counted is None:
-            owned = {id(parameter) for model in self._models for parameter in model.parameters()}
-            stepped = (id(item) for group in optimizer.param_groups for item in group["params"])
-            counted = self._counted[optimizer] = not owned or any(item in owned for item in stepped)
-        return counted
+        if optimizer in self._counted:
+            return True
+        owned = {id(parameter) for model in self._models for parameter in model.parameters()}
+        stepped = (id(item) for group in optimizer.param_groups for item in group["params"])
+        if not owned or any(item in owned for item in stepped):
+            self._counted.add(optimizer)
+            return True
+        self._others += 1  # it may get parameters of the model later
+        if self._others == _PATIENCE and not self._counted:
+            log.warning(
+                "no optimizer with a parameter of the model has stepped, but others have. Rules with steps"
+                " and watches count no step of theirs: if one steps copies of the weights, call Watch.step()"
+                " after its steps"
+            )
+        return False
 
 
 def in_backward() -> bool:

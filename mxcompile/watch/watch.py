@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,8 @@ class Watch:
         self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._send, self._recorder.warn)
         self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
+        self._names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+        self._has_shared = False
         self._is_begun = False
         self._phases: set[tuple[bool, ...]] = set()
         self._recorder.steps.listen()
@@ -186,6 +188,20 @@ class Watch:
         """Returns the GEMMs below the module at `path` that rules moved to BF16."""
         return self._fallbacks.below(path)
 
+    def _compare_names(self, model: nn.Module, names: set[str]) -> None:
+        """Warns once if another model has layers of the same `names`, whose rows have nothing else."""
+        shared = {
+            name for other, theirs in self._names.items() if other is not model for name in theirs & names
+        }
+        if shared and not self._has_shared:
+            self._has_shared = True
+            log.warning(
+                "models of one watch have layers of the same name, and rows of a layer mix them: %s; give"
+                " each model a watch of its own",
+                min(shared),
+            )
+        self._names.setdefault(model, set()).update(names)
+
     def attach(
         self, model: nn.Module | None, policy: Policy, layers: Iterable[Layer], **about: Any
     ) -> Recorder:
@@ -194,6 +210,9 @@ class Watch:
         about: fields of the first record of the run.
         """
         self._recorder.steps.follow(model)
+        layers = [*layers]
+        if model is not None:
+            self._compare_names(model, {layer.name for layer in layers})
         if self.nonfinite:
             self._ranks.start()
         self._fallbacks.register(policy, layers)

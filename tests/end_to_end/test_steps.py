@@ -152,3 +152,41 @@ def test_commands_without_a_run_name_the_rules_of_other_steps(caplog: pytest.Log
         stored = mxcompile.quantize_weights_(build(), data, args=(x,), progress=False)
     assert {weight.reason for weight in stored.weights} == {"policy: rule 2"}
     assert caplog.messages.count(expected) == 2  # of `explain` and of this call
+
+
+def test_strict_allows_a_rule_whose_layers_go_to_a_rule_of_other_steps():
+    """A warm-up in BF16 over rules that quantize: they decide once it is over."""
+    rules = [{"match": {"steps": {"first": 1}}, "use": "bf16"}, {"match": {"name": "*"}, "use": "mxfp8"}]
+    policy = {"version": 1, "preset": "bf16", "rules": rules}
+    model = build()
+    call = torch.compile(model, backend=EagerBackend(policy=policy, strict=True))
+    trained(model, lambda _: call, range(2))
+    assert [{gemm.precision for gemm in report.gemms} for report in mxcompile.reports()] == [
+        {"bf16"},
+        {"mxfp8"},
+    ]
+
+
+def test_optimizer_that_gets_the_parameters_later_is_counted():
+    model = build()
+    watch = mxcompile.Watch(every=None)
+    call = torch.compile(model, backend=EagerBackend(policy=ENDS, watch=watch))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    for step in range(3):
+        call(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+        if step == 0:
+            optimizer.add_param_group({"params": list(model.parameters())})
+    assert watch.next_step == 2
+
+
+def test_optimizer_of_copies_of_the_weights_warns_that_no_step_is_counted(caplog: pytest.LogCaptureFixture):
+    model = build()
+    call = torch.compile(model, backend=EagerBackend(policy=ENDS))
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.1)
+    for _ in range(5):
+        call(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+    warnings = [text for text in caplog.messages if "no optimizer with a parameter of the model" in text]
+    assert len(warnings) == 1

@@ -12,8 +12,10 @@ import torch
 from cpp_forms import exported, fixture_of, integer, pointer
 from torch import Tensor
 
+from mxcompile import ops
 from mxcompile.formats import stored_form
 from mxcompile.formats.encoding import decode_tensors, encode_stored
+from mxcompile.lowering.graph import pipeline as pipeline  # registers the lowerings
 
 ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "INT8": torch.int8}
 TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
@@ -223,3 +225,15 @@ def test_exponential_is_within_two_units_of_fp64(functions: ctypes.CDLL):
     assert bool(within[:-3].all())
     assert out[-3:-1].tolist() == [0.0, 0.0]
     assert out[-1].isnan()
+
+
+def test_mask_that_is_equal_for_all_keys_is_broadcast():
+    """The kernel would read a number for each key."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, rows, 64) for heads, rows in ((4, 2), (2, 70), (2, 70)))
+    mask = torch.randn(2, 1, 2, 1)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return ops.attention(q, k, None, v, None, mask, 0.3, "")
+
+    torch.testing.assert_close(torch.compile(attention)(q, k, v, mask), attention(q, k, v, mask))

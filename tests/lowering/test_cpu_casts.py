@@ -300,3 +300,17 @@ def test_compiled_casts_round_exactly_under_unsafe_math_option():
         output = torch.compile(layer, backend="mxfp8", options=options)(x)
         rows = [mxcompile.quantize(tensor).dequantize(torch.float32) for tensor in (x, layer.weight)]
     torch.testing.assert_close(output, (rows[0] @ rows[1].t()).half(), rtol=2**-10, atol=2**-12)
+
+
+@pytest.mark.parametrize("sibling", [False, True])
+def test_cast_with_given_scales_uses_them(sibling: bool):
+    """The kernel computes scales itself, and makes the copies along both dimensions in one pass."""
+    rows, columns = "e4m3 1x32 rceil @-1 codes", "e4m3 1x32 rceil @-2 codes"
+    x = torch.randn(64, 64)
+    (_, scale) = ops.cast(8 * x, [columns])
+
+    def cast(x: Tensor, scale: Tensor) -> list[Tensor]:
+        first = ops.cast(x, [rows]) if sibling else []
+        return [*first, *ops.cast(x, [columns], None, 0, [scale])]
+
+    assert_same_bits(torch.compile(cast)(x, scale), cast(x, scale))

@@ -310,3 +310,11 @@ def test_the_option_is_a_path_or_a_watch():
         OptionError, match="option 'watch' must be a file path, 'nonfinite' or a Watch, found 3"
     ):
         mxcompile.Backend(watch=3)  # type: ignore[arg-type]
+
+
+def test_two_models_with_layers_of_one_name_warn_that_rows_mix_them(caplog: pytest.LogCaptureFixture):
+    watch = mxcompile.Watch(lambda record: None, every=1)
+    for model in (nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))):
+        torch.compile(model, backend=EagerBackend(policy=EVERYTHING, watch=watch))(torch.randn(64, 64))
+    watch.close()
+    assert sum("rows of a layer mix them: 0;" in text for text in caplog.messages) == 1

@@ -38,7 +38,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mxcompile import ops
-from mxcompile.compiler.calls.repetitions import Regions
+from mxcompile.compiler.calls.repetitions import CheckpointRegions
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.session.frames import called_models, running
@@ -197,7 +197,7 @@ class DelayedScales:
         histories = {
             index: _history(*places[index], weights[index], length) for index, length in self._lengths.items()
         }
-        regions = Regions.around()
+        regions = CheckpointRegions.around()
         states = self._states(weights, places, histories, regions)
         results = code(*args, *states.unbind(0))
         outputs, seen = results[: self._outputs], results[self._outputs :]
@@ -206,7 +206,11 @@ class DelayedScales:
         return outputs
 
     def _states(
-        self, weights: list[Tensor], places: dict[int, Place], histories: dict[int, Tensor], regions: Regions
+        self,
+        weights: list[Tensor],
+        places: dict[int, Place],
+        histories: dict[int, Tensor],
+        regions: CheckpointRegions,
     ) -> Tensor:
         """Returns the largest amax of each history, FP32 [weights, 3], with a hook that records dy's amax.
 

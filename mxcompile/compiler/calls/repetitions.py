@@ -5,7 +5,7 @@
 
 A region is a call of ``torch.utils.checkpoint.checkpoint``. It can hold several calls of a layer and lie
 inside other regions, so that its layers are repeated for each of them. Regions are found through torch's
-saved-tensor hooks, and reentrant regions through the frames of their autograd function.
+saved-tensor hooks, and reentrant ones through the frames of their autograd function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READ: WeakKeyDictionary[Any, Counter[Hashable]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Regions:
+class CheckpointRegions:
     """The checkpointed regions around a call, out to the innermost one that is repeated.
 
     first: regions whose first forward runs. repeated: the region that is repeated, or None. repetition: an
@@ -45,7 +45,7 @@ class Regions:
     trained: bool = False
 
     @classmethod
-    def around(cls) -> Regions:
+    def around(cls) -> CheckpointRegions:
         """Returns the regions around the call that runs."""
         regions: list[Any] = []
         for hook in _hooks():
