@@ -5,7 +5,7 @@
 
 A region is a call of ``torch.utils.checkpoint.checkpoint``. It can hold several calls of a layer and lie
 inside other regions, so that its layers are repeated for each of them. Regions are found through torch's
-saved-tensor hooks, and reentrant ones through the frames of their autograd function.
+saved-tensor hooks, and reentrant checkpoints through the frames of their autograd function.
 """
 
 from __future__ import annotations
