@@ -7,6 +7,7 @@ import torch
 from helpers.made import Made, calling
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import mxcompile
 from mxcompile.errors import ModelError
@@ -249,3 +250,18 @@ def test_a_layer_that_dynamo_keeps_on_its_stack_over_a_break_has_its_own_name():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Kept())
     report = mxcompile.explain(model, torch.randn(4, WIDTH), training=False)
     assert {gemm.name for gemm in report.gemms} == {"0", "1.scores"}
+
+
+class Cut(Made, up=(WIDTH, 64), down=(64, WIDTH)):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_products_outside_of_graphs_have_the_gradients_that_the_call_needs(needed: bool):
+    model, x = Cut(), torch.randn(4, WIDTH, requires_grad=needed)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    report = mxcompile.explain(model, x)
+    assert sum(gemm.flops for gemm in report.gemms) == counter.get_total_flops()

@@ -121,8 +121,8 @@ def _eager_records(
 ) -> tuple[GemmRecord, ...]:
     """Returns records of the products in `graph`, which ran outside of compiled graphs.
 
-    planned: GEMMs of the whole model by name, with their roles. blocks: blocks of the model.
-    training: whether to include the products of their gradients.
+    planned: GEMMs of the whole model by name, with their roles and the gradients that the call needs. blocks:
+    blocks of the model. training: whether to include the products of their gradients.
     """
     Find(blocks=blocks).apply(graph)
     Classify(is_cut=True).apply(graph)
@@ -134,7 +134,11 @@ def _eager_records(
     forward = records(graph)
     if not training:
         return forward
+    differentiated = any(any(of_plan.gradients) for tags in planned.values() for of_plan in tags)
     gemms: list[GemmRecord] = []
     for tag, fprop in zip((tag for node in graph.nodes for tag in tags_of(node)), forward, strict=True):
-        gemms += [fprop, *(record_of(gradient, fprop.dtype) for gradient in gradient_tags(tag))]
+        needs = [of_plan.gradients for of_plan in planned.get(tag.name, ()) if differentiated]
+        wanted = map(any, zip(*needs, strict=True)) if needs else itertools.repeat(True)
+        gradients = itertools.compress(gradient_tags(tag), wanted)
+        gemms += [fprop, *(record_of(gradient, fprop.dtype) for gradient in gradients)]
     return tuple(gemms)
