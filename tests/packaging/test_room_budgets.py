@@ -25,7 +25,7 @@ BUDGETS = {
     "mxcompile/analysis": 166,
     "mxcompile/analysis/audit": 885,
     "mxcompile/analysis/blame": 811,
-    "mxcompile/analysis/explain": 866,
+    "mxcompile/analysis/explain": 870,
     "mxcompile/analysis/study": 1_246,
     "mxcompile/analysis/tune": 518,
     "mxcompile/checkpoint": 2_568,
