@@ -71,10 +71,11 @@ def lower_cast(
     if results is not None:
         return results
     if y is not None:
-        return [*lower_cast(x, names), *lower_cast(y, names)]
+        sources = (lower_cast(source, names, seed, stream, scales, amaxes) for source in (x, y))
+        return [tensor for tensors in sources for tensor in tensors]
     lowered = [  # the kernel in C++ computes scales itself
-        (cpp.cast(x, copy) if scales[position] is None else None) or _looped(call, position)
-        for position, copy in enumerate(copies)
+        (cpp.cast(x, copy) if scale is None else None) or _looped(call, position)
+        for position, (copy, scale) in enumerate(zip(copies, scales, strict=True))
     ]
     return [tensor for tensors in lowered for tensor in tensors]
 

@@ -28,7 +28,7 @@ from mxcompile.errors import ModelError
 from mxcompile.formats import BLOCK, Tile, is_quantized, stored_labels
 from mxcompile.formats.encoding import encode_tensors, pack, tensor_amax
 from mxcompile.formats.two_level import gain
-from mxcompile.models.arguments import check_initialized, check_module
+from mxcompile.models.arguments import check_module
 from mxcompile.models.wrappers import FSDP1, user_model
 from mxcompile.passes.weights import WeightUse, weight_uses
 from mxcompile.policy import Policy
@@ -91,7 +91,6 @@ def export_weights(
         ...     send(name, codes, scales)
     """
     check_module("export_weights", model)
-    check_initialized("export_weights", model)
     form, model = layout_of(layout), user_model(model)
     if any(FSDP1 in module._modules for module in model.modules()):
         raise ModelError("export_weights reads FSDP2's shards; FSDP1 has none of whole rows: use fully_shard")

@@ -40,7 +40,7 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from mxcompile.analysis.study.session import NEEDS_VALUES
+    from mxcompile.analysis.study.session import NEEDS_VALUES, on_meta
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.load import from_directory, load_weights
     from mxcompile.models.named import load_model
@@ -61,11 +61,10 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
         load_weights(loaded.model, checkpoint)
         loaded = dataclasses.replace(loaded, made_up="inputs" if loaded.made_up else "")
     inputs = loaded.args, loaded.kwargs
-    try:
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), inputs)
-        loaded = dataclasses.replace(loaded, model=loaded.model.to(where), args=args, kwargs=kwargs)
-    except NotImplementedError:  # a tensor on the meta device
-        raise ModelError(f"cannot run {options.model}: {NEEDS_VALUES}") from None
+    if on_meta((*loaded.model.parameters(), *loaded.model.buffers(), inputs)):
+        raise ModelError(f"cannot run {options.model}: {NEEDS_VALUES}")
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), inputs)
+    loaded = dataclasses.replace(loaded, model=loaded.model.to(where), args=args, kwargs=kwargs)
     if note := random_note(loaded):
         print(note, file=sys.stderr)
     if options.inference:

@@ -80,7 +80,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     Examples:
         >>> model = mxcompile.compile(model, policy="ocp", report="report.html")
     """
-    check_module("compile", model)
+    check_module("compile", model, may_be_lazy=True)
     root = user_model(model)
     if any(getattr(module, "_fsdp_use_orig_params", True) is False for module in root.modules()):
         raise OptionError(

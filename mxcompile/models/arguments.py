@@ -40,7 +40,6 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(arguments)
     model, _, inline, kwargs = (options.pop(name, ()) for name in ("model", "args", "inputs", "kwargs"))
     check_module(caller, model)
-    check_initialized(caller, model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         raise OptionError(f"{caller}: kwargs must be a dict of arguments by name, found {shown(kwargs)}")
     for name, value in options.items():
@@ -73,16 +72,17 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**inline, **(kwargs or {})}
 
 
-def check_module(caller: str, model: object) -> None:
-    """Raises `ModelError` unless `model` is an `nn.Module` of Python code."""
+def check_module(caller: str, model: object, *, may_be_lazy: bool = False) -> None:
+    """Raises `ModelError` unless `model` is an `nn.Module` of Python code whose tensors have sizes.
+
+    caller: name of the function, for errors. may_be_lazy: whether a first call may set sizes later.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(f"{caller} takes a module of Python code, found a scripted one: pass its original")
-
-
-def check_initialized(caller: str, model: nn.Module) -> None:
-    """Raises `ModelError` if a lazy parameter or buffer of `model` has no size yet."""
+    if may_be_lazy:
+        return
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(

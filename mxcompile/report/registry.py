@@ -191,7 +191,8 @@ class Registry:
             return [*ledgers]
         kept, names = set[object](), set[str]()
         for model, same in reversed(models.items()):
-            layers = {gemm.name for gemm in self._report(same).gemms if gemm.name and model is not None}
+            gemms = (gemm for ledger in same for part in ledger.parts for gemm in part.gemms)
+            layers = {gemm.name for gemm in gemms if gemm.name and model is not None}
             if names.isdisjoint(layers):
                 kept.add(model)
                 names |= layers

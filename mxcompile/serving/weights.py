@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxcompile.formats import stored_precision
-from mxcompile.models.arguments import check_initialized, check_module
+from mxcompile.models.arguments import check_module
 from mxcompile.models.names import Owner, owners
 from mxcompile.models.wrappers import user_model
 from mxcompile.policy import Policy
@@ -69,7 +69,6 @@ def quantize_weights_(
         >>> compiled = torch.compile(model, backend="mxfp8")
     """
     check_module("quantize_weights_", model)
-    check_initialized("quantize_weights_", model)
     model = user_model(model)
     plan = planned_weights(model, policy, args, kwargs)
     places = owners(model)

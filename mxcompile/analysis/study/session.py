@@ -98,7 +98,7 @@ class Session:
             with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
                 args, kwargs = fresh(self._arguments)
                 output = self._call(args, kwargs)
-                if _on_meta((output, main_output(output), loss_of(output))):
+                if on_meta((output, main_output(output), loss_of(output))):
                     raise ModelError(f"cannot run the model: {NEEDS_VALUES}")
                 loss_fn = loss_of if self._loss_fn is None else self._loss_fn
                 loss, logits = loss_fn(output), main_output(output)
@@ -147,7 +147,7 @@ class Session:
             if isinstance(inner, MXCompileError):
                 raise inner from None
             message = failure("run", error, self.model)
-            if _on_meta((*self.model.parameters(), *self.model.buffers(), self._arguments)):
+            if on_meta((*self.model.parameters(), *self.model.buffers(), self._arguments)):
                 message = f"{message}; {NEEDS_VALUES}"
             raise ModelError(message) from error
 
@@ -211,7 +211,7 @@ class Study:
         )
 
 
-def _on_meta(values: Any) -> bool:
+def on_meta(values: Any) -> bool:
     """Whether any tensor in `values` is on the meta device."""
     return any(leaf.is_meta for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
