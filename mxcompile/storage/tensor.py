@@ -233,7 +233,7 @@ class MXTensor(Tensor):
     @property
     def stored_bytes(self) -> int:
         """Bytes of qdata, scales and global scale."""
-        return sum(part.nbytes for part in self.parts)
+        return stored_bytes(self)
 
     def storage(self) -> Any:
         """Raises `FormatError`, because each part has its own storage. Safetensors calls it at save."""

@@ -314,3 +314,13 @@ def test_cast_with_given_scales_uses_them(sibling: bool):
         return [*first, *ops.cast(x, [columns], None, 0, [scale])]
 
     assert_same_bits(torch.compile(cast)(x, scale), cast(x, scale))
+
+
+def test_both_tensors_of_a_cast_use_given_scales():
+    """No template for GPUs takes the two tensors here, so that each has loops of its own."""
+    x, y, scale = torch.randn(64, 64), torch.randn(64, 64), torch.tensor([[0.037]])
+
+    def cast(x: Tensor, y: Tensor, scale: Tensor) -> list[Tensor]:
+        return ops.cast(x, ["e4m3 tensor nearest @-1 codes"], None, 0, [scale], None, y)
+
+    assert_same_bits(torch.compile(cast)(x, y, scale), cast(x, y, scale))
