@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import empty
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
@@ -32,7 +32,6 @@ from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Cast
 
 _SIDES = ("_rows", "_columns")
-_EMPTY = lowerings[torch.ops.aten.empty.memory_format]
 
 Results = list[ir.TensorBox]
 """The results of one operator."""
@@ -190,8 +189,7 @@ def _absent(x: ir.TensorBox, name: str, dtype: torch.dtype) -> Any:
     """Returns the empty buffer that the current graph has in place of results `name` of `dtype`."""
     buffers = _progress().absent
     if (name, dtype) not in buffers:
-        empty = _EMPTY([0], dtype=dtype, device=x.get_device_or_error())
-        buffers[name, dtype] = kernel.stored(empty)
+        buffers[name, dtype] = kernel.stored(empty([0], dtype=dtype, device=x.get_device_or_error()))
     return buffers[name, dtype]
 
 

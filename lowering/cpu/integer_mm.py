@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import permute
 from torch._inductor.virtualized import V
 
 from mxcompile.graph.tags import lies_in_order, tags_of, value_of
@@ -25,8 +25,6 @@ from mxcompile.ops.view import Product
 
 KERNEL = "mx_integer_mm C++"
 """How records name the kernel, before its instructions."""
-
-_PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
 def lower_matmul(
@@ -70,4 +68,4 @@ def _across(node: fx.Node) -> tuple[bool, bool]:
 
 def _laid_out(side: Sequence[ir.TensorBox], *, transposed: bool) -> Sequence[ir.TensorBox]:
     """Returns codes and scales, or their transposes."""
-    return [_PERMUTE(part, [1, 0]) for part in side] if transposed else side
+    return [permute(part, [1, 0]) for part in side] if transposed else side

@@ -21,7 +21,7 @@ from torch._inductor import config, ir
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.lowering import lowerings, to_dtype
+from torch._inductor.lowering import add, expand, to_dtype
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V
@@ -29,8 +29,6 @@ from torch._inductor.virtualized import V
 from mxcompile.ops import Spec
 
 _HEADERS = Path(__file__).parent
-_ADD = lowerings[torch.ops.aten.add.Tensor]
-_EXPAND = lowerings[torch.ops.aten.expand.default]
 
 C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
 """C++ types of elements; elements of all other dtypes are bytes."""
@@ -201,12 +199,12 @@ def product(
     """Returns the product [M, N] of `inputs` (+ bias), as `call`; the kernel adds only a vector as bias."""
     inside = bias is not None and len(bias.get_size()) == 1
     if bias is not None and inside:
-        inputs = {**inputs, "bias": stored(_EXPAND(bias, size[1:]))}
+        inputs = {**inputs, "bias": stored(expand(bias, size[1:]))}
     alone = (inside or bias is None) and out_dtype in C_TYPES
     (matrix,) = call(header, body, inputs, {"out": (size, out_dtype if alone else torch.float32)})
     if alone:
         return matrix
-    total: Any = matrix if bias is None or inside else _ADD(matrix, bias)
+    total: Any = matrix if bias is None or inside else add(matrix, bias)
     result: ir.TensorBox = to_dtype(total, out_dtype)
     return result
 

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import clone, slice_, view
 from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
@@ -21,9 +21,6 @@ Index = Sequence[Any]
 Load = Callable[[Index], Any]
 
 _F32 = torch.float32
-_VIEW = lowerings[torch.ops.aten.view.default]
-_SLICE = lowerings[torch.ops.aten.slice.Tensor]
-_CLONE = lowerings[torch.ops.aten.clone.default]
 
 
 def as_float(x: ir.TensorBox) -> Load:
@@ -103,10 +100,10 @@ class ScaleBlocks:
         ragged = [dim for dim in dims if dim in self.ragged]
         if ragged:
             result.realize()
-        result = _VIEW(result, padded)
+        result = view(result, padded)
         for dim in ragged:
-            result = _SLICE(result, dim, 0, self.shape[dim])
-        whole: ir.TensorBox = _CLONE(result) if any(dim > 0 for dim in ragged) else result
+            result = slice_(result, dim, 0, self.shape[dim])
+        whole: ir.TensorBox = clone(result) if any(dim > 0 for dim in ragged) else result
         return whole
 
     def per_block(self, dtype: torch.dtype, body: Load) -> ir.TensorBox:

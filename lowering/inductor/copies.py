@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import clone, register_lowering
 from torch._inductor.virtualized import ops as inductor
 
 from mxcompile import ops
@@ -31,8 +31,6 @@ from mxcompile.lowering.inductor.elements import f32
 from mxcompile.lowering.inductor.scales import decoding_factors, encoding_factors, lower_largest, scales
 from mxcompile.lowering.inductor.tiling import tiled
 from mxcompile.lowering.targets import of_device
-
-_CLONE = lowerings[torch.ops.aten.clone.default]
 
 Results = Sequence[ir.TensorBox]
 
@@ -90,7 +88,7 @@ def _looped(call: CastCall, position: int) -> Results:
     if scale is None:
         scale = scales(x, copy, amax)
     elif copy.part is CopyPart.CODES and copy.dtype is None:
-        scale = _CLONE(scale)
+        scale = clone(scale)
     if copy.part is CopyPart.SCALES:
         return [scale]
     blocks = ScaleBlocks(x, copy.dim, copy.format.tile)

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.lowering import add, cat, lowerings, permute, register_lowering, to_dtype, view
 from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor
 
@@ -27,11 +27,7 @@ from mxcompile.lowering.inductor.two_level import outer_loader
 from mxcompile.lowering.targets import of_device
 
 _I32 = torch.int32
-_VIEW = lowerings[torch.ops.aten.view.default]
 _MM = lowerings[torch.ops.aten.mm.default]
-_ADD = lowerings[torch.ops.aten.add.Tensor]
-_CAT = lowerings[torch.ops.aten.cat.default]
-_PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
 @register_lowering(ops.decode, type_promotion_kind=None)
@@ -99,7 +95,7 @@ def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
     codes = elementwise(packed.get_device_or_error(), torch.uint8, code, ranges)
     if packed.get_device_or_error().type == "cpu":  # C++ loops must not divide an index (see `ScaleBlocks`)
         codes.realize()
-    result: ir.TensorBox = _VIEW(codes, [*shape[:at], shape[at] * elem.per_byte, *shape[at + 1 :]])
+    result: ir.TensorBox = view(codes, [*shape[:at], shape[at] * elem.per_byte, *shape[at + 1 :]])
     return result
 
 
@@ -135,10 +131,10 @@ def lower_weight_only_mm(
         lower_decode(qdata, scale, -1, fmt, dtype, None, global_scale)
     ]
     x = to_dtype(x, dtype)
-    outs = [_MM(x, _PERMUTE(weight, [1, 0])) for weight in weights]
+    outs = [_MM(x, permute(weight, [1, 0])) for weight in weights]
     out: Any = outs[0]
     if len(outs) > 1:  # before PyTorch 2.13 Inductor's cat requires that the current node is a cat
         with V.graph.set_current_node(fx.Graph().call_function(torch.ops.aten.cat.default, ([],))):
-            out = _CAT(outs, 1)
-    result: ir.TensorBox = to_dtype(out if bias is None else _ADD(out, bias), out_dtype)
+            out = cat(outs, 1)
+    result: ir.TensorBox = to_dtype(out if bias is None else add(out, bias), out_dtype)
     return result

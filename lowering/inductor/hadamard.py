@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import register_lowering, view
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
 
@@ -22,8 +22,6 @@ from mxcompile.formats.hadamard import STAGES, WIDTH
 from mxcompile.lowering.inductor.blocks import Index, as_float, elementwise
 from mxcompile.lowering.inductor.elements import f32, i32
 from mxcompile.lowering.inductor.tiling import less
-
-_VIEW = lowerings[torch.ops.aten.view.default]
 
 
 @register_lowering(ops.hadamard, type_promotion_kind=None)
@@ -51,7 +49,7 @@ def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
     ranges = [*shape[:at], num_blocks, sympy.Integer(WIDTH), *shape[at + 1 :]]
     blocks = elementwise(x.get_device_or_error(), dtype, value, ranges)
     blocks.realize()
-    result: ir.TensorBox = _VIEW(blocks, [*shape[:at], num_blocks * WIDTH, *shape[at + 1 :]])
+    result: ir.TensorBox = view(blocks, [*shape[:at], num_blocks * WIDTH, *shape[at + 1 :]])
     return result
 
 

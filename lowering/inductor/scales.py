@@ -13,7 +13,7 @@ from typing import Any, cast
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, register_lowering, view
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
 
@@ -38,7 +38,6 @@ from mxcompile.lowering.inductor.elements import f32, i32
 from mxcompile.lowering.inductor.tiling import offset_of, tiled
 
 _F32, _I32 = torch.float32, torch.int32
-_VIEW = lowerings[torch.ops.aten.view.default]
 _AS_IT_IS = fallback_handler(ops.cast, add_to_fallback_set=False)
 
 
@@ -178,7 +177,7 @@ def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox:
     tile = Tile.TENSOR if dim is None else Tile.CHANNEL
     amax = ScaleBlocks(x, -1 if dim is None else dim, tile).amax(as_float(x))
     amax.realize()
-    result: ir.TensorBox = _VIEW(amax, [1]) if dim is None else amax
+    result: ir.TensorBox = view(amax, [1]) if dim is None else amax
     return result
 
 
@@ -203,5 +202,5 @@ def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.
 def lower_flatten(x: ir.TensorBox) -> ir.TensorBox:
     """Lowers ``mx.flatten``: stores `x` and returns a view. For other views Inductor would compare sizes."""
     x.realize()
-    whole: ir.TensorBox = _VIEW(x, [sympy.prod(x.get_size())])
+    whole: ir.TensorBox = view(x, [sympy.prod(x.get_size())])
     return whole

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, full, register_lowering
 
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, Format, Tile
 from mxcompile.lowering import candidates, optional
 
 _AS_IT_IS = fallback_handler(ops.cast_statistics, add_to_fallback_set=False)
-_FULL = lowerings[torch.ops.aten.full.default]
 
 
 @register_lowering(ops.cast_statistics, type_promotion_kind=None)
@@ -35,5 +34,5 @@ def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, 
         return _AS_IT_IS(x, block_dim, fmt, keep, *options)
     numbers, kept = results
     if kept is None:
-        kept = _FULL([0], 0.0, dtype=torch.float32, device=x.get_device_or_error())
+        kept = full([0], 0.0, dtype=torch.float32, device=x.get_device_or_error())
     return numbers, kept

@@ -11,13 +11,11 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import view
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
-
-_VIEW = lowerings[torch.ops.aten.view.default]
 
 
 def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
@@ -38,7 +36,7 @@ def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
         inner_fn=inner,
         ranges=[*_tiles(rows, blocks), *map(sympy.Integer, (32, 4, TILE_BLOCKS))],
     )
-    flat: ir.TensorBox = _VIEW(tiles, [tiled_size(rows, blocks)])
+    flat: ir.TensorBox = view(tiles, [tiled_size(rows, blocks)])
     return flat
 
 

@@ -60,13 +60,12 @@ def choose(
     *,
     examples: Mapping[int, Callable[[ir.Buffer], Any]] | None = None,
     at_once: bool = False,
-    **keywords: Any,
 ) -> ir.TensorBox:
     """Returns the result of the choice that Inductor makes, now or after fusion.
 
     configs: name of each choice's configuration for the record; default: its tile. examples: functions that
     make the operands for timing, by position. at_once: whether to choose now, because timing with fused
-    neighbours gives no information. keywords: arguments of `autotune_select_algorithm`.
+    neighbours gives no information.
     """
     for choice in choices:
         if isinstance(choice, TritonTemplateCaller):
@@ -74,9 +73,7 @@ def choose(
     for choice, config_name in zip(choices, configs, strict=False):
         _CONFIGS[choice.make_kernel_render] = config_name
     inputs = examples if at_once or not getattr(config, BENCHMARKED) else None
-    chosen: Any = autotune_select_algorithm(
-        name, choices, list(operands), layout, input_gen_fns=inputs, **keywords
-    )
+    chosen: Any = autotune_select_algorithm(name, choices, list(operands), layout, input_gen_fns=inputs)
     out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
     if examples is not None and inputs is None:
         _time_on(out, examples)

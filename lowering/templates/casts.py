@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import view
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
@@ -140,8 +140,6 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
 
 TEMPLATE = ProducingTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
 
-_VIEW = lowerings[torch.ops.aten.view.default]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
@@ -166,7 +164,7 @@ def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
         return None
     *batch, m, n = x.get_size()
     entry = int(m) if _short_blocks(x, copies) else 0
-    flat = [_VIEW(source, [sympy_product(batch) * m, n]) if batch else source for source in sources]
+    flat = [view(source, [sympy_product(batch) * m, n]) if batch else source for source in sources]
     wanted = [
         result
         for source in _SOURCES[: len(sources)]
@@ -177,7 +175,7 @@ def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
     for result, tensor in zip(wanted, _call(flat, copies, wanted, entry, target), strict=True):
         if result.codes:
             tensor = elements.as_fp8(tensor, copies[0].elem, target)
-        results.append(_VIEW(tensor, [*batch, *result.matrix_shape]) if batch else tensor)
+        results.append(view(tensor, [*batch, *result.matrix_shape]) if batch else tensor)
     return results
 
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import expand
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import BLOCK, ELEMENTS, Format, elem_type
@@ -23,8 +22,6 @@ from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.choices import defaults
 from mxcompile.lowering.choices.epilogue import has_epilogue
 from mxcompile.lowering.targets import Target
-
-_EXPAND = lowerings[torch.ops.aten.expand.default]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +52,7 @@ class Coding:
             precision=precision,
             elems=(name, name),
             block=form.tile.along // form.elem.per_byte,
-            tensors=tuple(ir.ExternKernel.realize_input(_EXPAND(scale, size)) for scale in tensors or ()),
+            tensors=tuple(ir.ExternKernel.realize_input(expand(scale, size)) for scale in tensors or ()),
         )
 
     @property

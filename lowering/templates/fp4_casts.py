@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import reduce_amax, slice_, view
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
@@ -169,9 +169,6 @@ def _grid(*sizes: Any, cdiv: Any) -> tuple[Any, Any, int]:
 TEMPLATE = ProducingTemplate(name="mx_fp4_cast", grid=_grid, source=_CAST)
 AMAX = TritonTemplate(name="mx_fp4_amax", grid=_grid, source=_AMAX)
 
-_AMAX_OF = lowerings[torch.ops.aten.amax.default]
-_SLICE = lowerings[torch.ops.aten.slice.Tensor]
-_VIEW = lowerings[torch.ops.aten.view.default]
 
 Results = tuple[ir.TensorBox, ...]
 
@@ -220,7 +217,7 @@ def lower_cast(cast: CastCall) -> Results | None:
         ROUNDING=repr(str(first.rounding or "")),
     )
     results = codes, *others
-    return tuple(_VIEW(result, [*batch, *result.get_size()[-2:]]) if batch else result for result in results)
+    return tuple(view(result, [*batch, *result.get_size()[-2:]]) if batch else result for result in results)
 
 
 def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
@@ -265,13 +262,13 @@ def _largest(x: ir.TensorBox, signs: int) -> Results:
     layout = ir.FixedLayout(device, torch.float32, [number, tiles])
     arguments = {**tile, "PADDING": (1, 1), "SIGNS": signs, "HOW_MANY": number}
     largest = call.only(AMAX, [x], layout, call_sizes=x.get_size(), **arguments)
-    return tuple(_AMAX_OF(_SLICE(largest, 0, at, at + 1), [1]) for at in range(number))
+    return tuple(reduce_amax(slice_(largest, 0, at, at + 1), [1]) for at in range(number))
 
 
 def _matrices(x: ir.TensorBox) -> Any:
     """Returns `x` as a matrix, or as a batch with one batch dimension, realized."""
     *batch, m, n = x.get_size()
-    return realize_inputs(_VIEW(x, [sympy_product(batch), m, n]) if len(batch) > 1 else x)
+    return realize_inputs(view(x, [sympy_product(batch), m, n]) if len(batch) > 1 else x)
 
 
 def _tile(target: Target, block: int, x: Any, *, halve: bool = False) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import reduce_amax, view
 from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.utils import triton_type
 from torch._inductor.virtualized import V
@@ -37,8 +37,6 @@ from mxcompile.lowering.templates.matrix import TILE_INDICES, empty, grid
 from mxcompile.lowering.templates.producers import ProducingTemplate
 
 _F32 = torch.float32
-_VIEW = lowerings[torch.ops.aten.view.default]
-_AMAX = lowerings[torch.ops.aten.amax.default]
 
 BLOCK = 128
 """Elements along a block's scale: the side of a tile of the cast."""
@@ -187,7 +185,7 @@ def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
     if elements:
         others = _cast(cast, scales, elements)
     else:
-        others = {(CopyPart.LARGEST, False): _VIEW(_AMAX(_parts(cast.x)[0], (0, 1), True), [1])}
+        others = {(CopyPart.LARGEST, False): view(reduce_amax(_parts(cast.x)[0], (0, 1), True), [1])}
     if searched and elements:  # the amax kernel computed the producer of x, and stored x
         cast_only: Any = others[CopyPart.ELEMENTS, False not in elements]
         cast_only.data.data.origins = OrderedSet([V.graph.current_node])
@@ -210,7 +208,7 @@ def _scales(x: ir.TensorBox, form: Format, sides: Collection[int]) -> _Scales:
     parts = _parts(x, rows=-1 in sides and not whole, columns=-2 in sides and not whole)
     along = ((0, 1), ()) if whole else ((1,), (0,))
     return {
-        side: _scale(_AMAX(part, dims, True), form)
+        side: _scale(reduce_amax(part, dims, True), form)
         for side, part, dims in zip((-1, -2), parts, along, strict=True)
         if part is not None
     }
@@ -297,7 +295,7 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
     if other:
         tensors[CopyPart.ELEMENTS, True] = other[0]
     if seen:
-        tensors[CopyPart.LARGEST, False] = _VIEW(_AMAX(largest[0], (0,), True), [1])
+        tensors[CopyPart.LARGEST, False] = view(reduce_amax(largest[0], (0,), True), [1])
     return tensors
 
 

@@ -19,7 +19,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.codegen.subgraph import SubgraphChoiceCaller
 from torch._inductor.kernel.mm_common import mm_grid
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import expand, lowerings, register_lowering
 from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.utils import triton_type
 from torch._inductor.virtualized import V
@@ -94,8 +94,6 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
 
 TEMPLATE = TritonTemplate(name="mx_quantize_mm", grid=mm_grid, source=_SOURCE)
 
-_EXPAND = lowerings[torch.ops.aten.expand.default]
-
 
 @register_lowering(ops.quantize_mm, type_promotion_kind=None)
 def lower_quantize_mm(
@@ -113,7 +111,7 @@ def lower_quantize_mm(
     (m, _), n = x.get_size(), b.get_size()[1]
     operands = [realize_inputs(operand) for operand in (x, b, scale_b)]
     if bias is not None:
-        operands.append(realize_inputs(_EXPAND(bias, [n])))
+        operands.append(realize_inputs(expand(bias, [n])))
     layout = ir.FixedLayout(x.get_device_or_error(), out_dtype, [m, n])
     form = Format.parse(format_x)
     tried = ((TEMPLATE, arguments) for arguments in _choices(operands, layout, form, Format.parse(format_b)))

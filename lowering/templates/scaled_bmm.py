@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import expand
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
@@ -68,8 +68,6 @@ def _grid(q: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[A
 
 TEMPLATE = TritonTemplate(name="mx_scaled_bmm", grid=_grid, source=_SOURCE)
 
-_EXPAND = lowerings[torch.ops.aten.expand.default]
-
 
 def lower(
     sides: Sequence[ir.TensorBox], bias: ir.TensorBox | None, out_dtype: torch.dtype, coding: Coding
@@ -81,11 +79,11 @@ def lower(
     a, scale_a, b, scale_b = sides
     q, m, _ = a.get_size()
     n = b.get_size()[-1]
-    expanded = [a, scale_a, *(_EXPAND(side, [q, *side.get_size()[-2:]]) for side in (b, scale_b))]
+    expanded = [a, scale_a, *(expand(side, [q, *side.get_size()[-2:]]) for side in (b, scale_b))]
     operands = [*map(realize_inputs, expanded), *coding.tensors]
     own_rows = False
     if bias is not None:
-        operands.append(realize_inputs(_EXPAND(bias, [q, m, n])))
+        operands.append(realize_inputs(expand(bias, [q, m, n])))
         own_rows = not V.graph.sizevars.statically_known_equals(operands[-1].get_stride()[1], 0)
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [q, m, n])
     return select(TEMPLATE, operands, layout, m, coding, BIASED=bias is not None, BIAS_ROWS=own_rows)

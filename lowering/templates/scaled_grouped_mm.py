@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import permute, register_lowering
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
@@ -109,8 +109,6 @@ def _k_grid(g: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple
 ROWS_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm", grid=_rows_grid, source=_ROWS_SOURCE)
 K_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm_k", grid=_k_grid, source=_K_SOURCE)
 
-_PERMUTE = lowerings[torch.ops.aten.permute.default]
-
 
 @register_lowering(ops.grouped_matmul, type_promotion_kind=None)
 def lower_grouped_matmul(
@@ -135,7 +133,7 @@ def lower_grouped_matmul(
         case 2, 3:
             return _groups_of_rows(sides, offs, out_dtype, coding, columns=False)
         case 3, 2:
-            sides = [_PERMUTE(side, _SWAPPED[len(side.get_size())]) for side in (b, scale_b, a, scale_a)]
+            sides = [permute(side, _SWAPPED[len(side.get_size())]) for side in (b, scale_b, a, scale_a)]
             return _groups_of_rows(sides, offs, out_dtype, coding.swapped, columns=True)
         case _:
             return scaled_bmm.lower(sides, None, out_dtype, coding)
@@ -175,7 +173,7 @@ def _tiled(
     a, scale_a, b, scale_b, offs = operands
     groups = int(b.get_size()[0])
     boxed = ir.TensorBox(scale_b) if isinstance(scale_b, ir.StorageBox) else ir.TensorBox.create(scale_b)
-    rows_of = _PERMUTE(boxed, [0, 2, 1])
+    rows_of = permute(boxed, [0, 2, 1])
     tiled_a = group_scales.of_groups(scale_a, offs, groups)
     tiled_b = group_scales.of_matrices(realize_inputs(rows_of))
     sides = [a, tiled_a, b, tiled_b, offs]
@@ -215,7 +213,7 @@ def _groups_of_k(
         return select(
             K_TEMPLATE, [*operands, *coding.tensors], layout, m, coding, inputs, span=True, BIASED=False
         )
-    scales = scale_a, realize_inputs(_PERMUTE(sides[3], [1, 0]))
+    scales = scale_a, realize_inputs(permute(sides[3], [1, 0]))
     tiled = [group_scales.of_groups_of_k(scale, ends, groups) for scale in scales]
     kernel_inputs = [a, tiled[0], b, tiled[1], ends]
     template = scaled_grouped_mm_tiled.K_TEMPLATE

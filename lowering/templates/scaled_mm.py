@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.kernel.mm_common import mm_grid
-from torch._inductor.lowering import lowerings, to_dtype
+from torch._inductor.lowering import add, expand, to_dtype
 from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
@@ -131,8 +131,6 @@ class _Product(TritonTemplate):
 
 TEMPLATE = _Product(name="mx_scaled_mm", grid=mm_grid, source=_SOURCE)
 
-_EXPAND = lowerings[torch.ops.aten.expand.default]
-_ADD = lowerings[torch.ops.aten.add.Tensor]
 _GROUP_M = 8
 
 
@@ -170,11 +168,11 @@ def lower(
     operands = [*map(realize_inputs, sides), *coding.tensors]
     biased = bias is not None
     if bias is not None and len(bias.get_size()) == 1:
-        operands.append(realize_inputs(_EXPAND(bias, [n])))
+        operands.append(realize_inputs(expand(bias, [n])))
     elif bias is not None:  # a bias for each element: Inductor adds it
         wide = lower(sides, None, torch.float32, coding)
-        sum_: ir.TensorBox = to_dtype(_ADD(wide, bias), out_dtype)
-        return sum_
+        total: ir.TensorBox = to_dtype(add(wide, bias), out_dtype)
+        return total
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [m, n])
     tried = _choices(operands, layout, coding, biased=biased)
     return call.best("mx_scaled_mm", operands, layout, tried, examples=examples.dense(coding))

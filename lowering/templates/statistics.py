@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import reduce_amax, sum_, view
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import ops as inductor
@@ -62,9 +62,6 @@ def _grid(number: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tu
 
 TEMPLATE = TritonTemplate(name="mx_cast_statistics", grid=_grid, source=_SOURCE)
 
-_VIEW = lowerings[torch.ops.aten.view.default]
-_AMAX = lowerings[torch.ops.aten.amax.default]
-_SUM = lowerings[torch.ops.aten.sum.dim_IntList]
 
 _TILE = TileConfig(block_m=32, block_n=256, num_warps=4)
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -86,7 +83,7 @@ def lower_cast_statistics(
     matrices = _matrices(shape, block_dim % len(shape), form.tile)
     if matrices[0] > _MOST_MATRICES:
         return None
-    cast = _Cast(realize_inputs(_VIEW(x, matrices)), form, rowwise=block_dim % len(shape) == len(shape) - 1)
+    cast = _Cast(realize_inputs(view(x, matrices)), form, rowwise=block_dim % len(shape) == len(shape) - 1)
     numbers, byte = cast.measured()
     return numbers, cast.samples(byte, keep) if keep else None
 
@@ -160,7 +157,7 @@ class _Cast:
 
 def _joined(rows: ir.TensorBox) -> ir.TensorBox:
     """Returns the statistics of all tiles, from a row for each tile."""
-    largest, total = (reduced(rows, [0]).make_loader() for reduced in (_AMAX, _SUM))
+    largest, total = (reduced(rows, [0]).make_loader() for reduced in (reduce_amax, sum_))
 
     def joined(index: Index) -> Any:
         field = inductor.index_expr(index[0], torch.int32)

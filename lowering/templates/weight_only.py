@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, to_dtype
+from torch._inductor.lowering import add, expand, sum_, to_dtype
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -83,9 +83,6 @@ def _grid(*arguments: Any, cdiv: Any) -> tuple[Any, int, int]:
 
 TEMPLATE = TritonTemplate(name="mx_weight_only_mm", grid=_grid, source=_SOURCE)
 
-_EXPAND = lowerings[torch.ops.aten.expand.default]
-_ADD = lowerings[torch.ops.aten.add.Tensor]
-_SUM = lowerings[torch.ops.aten.sum.dim_IntList]
 _ACTIVATIONS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
@@ -112,7 +109,7 @@ def lower_weight_only_mm(
         operands["WHOLE"] = global_scale
     inside = bias is not None and len(bias.get_size()) == 1 and parts == 1
     if inside:
-        operands["BIAS"] = _EXPAND(bias, [n])
+        operands["BIAS"] = expand(bias, [n])
     alone = parts == 1 and (inside or bias is None)
     device = x.get_device_or_error()
     size = [m, n] if parts == 1 else [parts, m, n]
@@ -120,8 +117,8 @@ def lower_weight_only_mm(
     template = _template(choices, operands, layout, form, target)
     if alone:
         return template
-    total: Any = template if parts == 1 else _SUM(template, [0])
-    result: ir.TensorBox = to_dtype(total if bias is None else _ADD(total, bias), out_dtype)
+    total: Any = template if parts == 1 else sum_(template, [0])
+    result: ir.TensorBox = to_dtype(total if bias is None else add(total, bias), out_dtype)
     return result
 
 
