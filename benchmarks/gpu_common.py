@@ -21,7 +21,7 @@ from torch import Tensor
 from mxcompile import ops
 from mxcompile.formats import Copy, Format, ScaleLayout
 from mxcompile.lowering import targets
-from mxcompile.lowering.chips.peak import Peak
+from mxcompile.lowering.chips.target import Peak
 from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import Target
 from mxcompile.offline import Rates

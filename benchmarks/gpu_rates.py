@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mxcompile import ops
 from mxcompile.formats import Copy, Format, ScaleLayout, ScaleType
-from mxcompile.lowering.chips.peak import Peak
+from mxcompile.lowering.chips.target import Peak
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.offline.rates import Rate, Rates, as_data
 

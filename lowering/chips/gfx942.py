@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mxcompile.lowering.chips.peak import Peak, shares
-from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, UNKNOWN, WEIGHT_ONLY_AMD
-from mxcompile.lowering.chips.target import amd
+from mxcompile.lowering.chips.target import MAMF, UNKNOWN, Peak, amd, shares
+from mxcompile.lowering.chips.tiles import EMULATED_TILES, WEIGHT_ONLY_AMD
 
 TARGETS = (
     amd(

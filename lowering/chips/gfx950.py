@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from mxcompile.formats import ScaleType
-from mxcompile.lowering.chips.peak import Peak, shares
-from mxcompile.lowering.chips.shared import (
+from mxcompile.lowering.chips.target import MAMF, UNKNOWN, Peak, amd, shares
+from mxcompile.lowering.chips.tiles import (
     FP4_CAST,
     FP8_CAST,
     FUSED_FEW,
-    MAMF,
+    NO_TENSOR_MEMORY,
     QUANTIZE,
-    UNKNOWN,
     WEIGHT_ONLY_AMD,
+    ChipTiles,
+    MatmulConfig,
+    ScaledChoices,
 )
-from mxcompile.lowering.chips.target import amd
-from mxcompile.lowering.chips.tiles import NO_TENSOR_MEMORY, ChipTiles, MatmulConfig, ScaledChoices
 
 _TILES = ChipTiles(
     quantize=QUANTIZE,

@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from mxcompile.formats import ScaleLayout, ScaleType
-from mxcompile.lowering.chips.peak import Peak, shares
-from mxcompile.lowering.chips.shared import FP4_CAST, FP8_CAST, MAMF, QUANTIZE, WEIGHT_ONLY
-from mxcompile.lowering.chips.target import nvidia
-from mxcompile.lowering.chips.tiles import ChipTiles, MatmulConfig, ScaledChoices, TiledConfig
+from mxcompile.lowering.chips.target import MAMF, Peak, nvidia, shares
+from mxcompile.lowering.chips.tiles import (
+    FP4_CAST,
+    FP8_CAST,
+    QUANTIZE,
+    WEIGHT_ONLY,
+    ChipTiles,
+    MatmulConfig,
+    ScaledChoices,
+    TiledConfig,
+)
 
 # Triton 3.9 needs more tensor memory than the chip has for a warp-specialised tile of 256 columns.
 _TILED = (

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mxcompile.formats import ScaleLayout, ScaleType
-from mxcompile.lowering.chips.peak import Peak, shares
-from mxcompile.lowering.chips.shared import FP4_CAST, FP8_CAST, FUSED_FEW, QUANTIZE, WEIGHT_ONLY
-from mxcompile.lowering.chips.target import nvidia
+from mxcompile.lowering.chips.target import Peak, nvidia, shares
 from mxcompile.lowering.chips.tiles import (
+    FP4_CAST,
+    FP8_CAST,
+    FUSED_FEW,
     NO_TENSOR_MEMORY,
+    QUANTIZE,
+    WEIGHT_ONLY,
     ChipTiles,
     MatmulConfig,
     ScaledChoices,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mxcompile.lowering.chips.peak import Peak, shares
-from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, weight_only
-from mxcompile.lowering.chips.target import nvidia
-from mxcompile.lowering.chips.tiles import Unsupported
+from mxcompile.lowering.chips.target import MAMF, Peak, nvidia, shares
+from mxcompile.lowering.chips.tiles import EMULATED_TILES, Unsupported, weight_only
 
 TARGETS = (
     nvidia(

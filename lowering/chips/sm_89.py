@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mxcompile.lowering.chips.peak import Peak, shares
-from mxcompile.lowering.chips.shared import EMULATED_TILES
-from mxcompile.lowering.chips.target import nvidia
+from mxcompile.lowering.chips.target import Peak, nvidia, shares
+from mxcompile.lowering.chips.tiles import EMULATED_TILES
 
 TARGETS = (
     nvidia(
@@ -14,11 +13,7 @@ TARGETS = (
         shared_kib=99,
         tiles=EMULATED_TILES,
         peak=Peak(
-            "L40S",
-            {"bf16": 362, "fp32": 91.6, "fp8": 733},
-            bandwidth_gbs=864,
-            memory_gb=48,
-            clock_ghz=2.49,
+            "L40S", {"bf16": 362, "fp32": 91.6, "fp8": 733}, bandwidth_gbs=864, memory_gb=48, clock_ghz=2.49
         ),
         peaks=dict.fromkeys(("l4", "l40", "l40s", "rtx4090")),
         rates=shares(

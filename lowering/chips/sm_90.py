@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxcompile.lowering.chips.peak import Peak, shares
-from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF
-from mxcompile.lowering.chips.target import BLOCKS, FP8_TILES, WEIGHTS, nvidia
+from mxcompile.lowering.chips.target import BLOCKS, FP8_TILES, MAMF, WEIGHTS, Peak, nvidia, shares
+from mxcompile.lowering.chips.tiles import EMULATED_TILES
 
 
 def _peak(chip: str, bandwidth_gbs: float, memory_gb: float, **columns: Any) -> Peak:

@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass
 
 from mxcompile.errors import OptionError, not_allowed, shown
-from mxcompile.lowering.chips.peak import Rate
+from mxcompile.lowering.chips.target import Rate
 from mxcompile.mesh.collectives import SEND, Collective
 from mxcompile.offline.rates import Rates
 

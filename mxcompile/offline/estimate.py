@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.formats import Format
-from mxcompile.lowering.chips.peak import Peak
+from mxcompile.lowering.chips.target import Peak
 from mxcompile.lowering.choices.families import Family
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.rates import Range, Rates

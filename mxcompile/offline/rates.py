@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.lowering.chips.peak import Rate, shares
-from mxcompile.lowering.chips.shared import UNKNOWN
-from mxcompile.lowering.chips.target import Target
+from mxcompile.lowering.chips.target import UNKNOWN, Rate, Target, shares
 
 KINDS = (
     *("memory", "issue", "bf16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp8", "fp4"),

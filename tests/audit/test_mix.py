@@ -18,7 +18,7 @@ from mxcompile.analysis.audit import audit
 from mxcompile.analysis.tune import tune
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
-from mxcompile.lowering.chips.peak import shares
+from mxcompile.lowering.chips.target import shares
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Policy
 

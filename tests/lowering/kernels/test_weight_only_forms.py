@@ -10,7 +10,7 @@ from helpers.rendered import compiled
 from torch._inductor import config
 
 from mxcompile import ops
-from mxcompile.lowering.chips.shared import WEIGHT_ONLY
+from mxcompile.lowering.chips.tiles import WEIGHT_ONLY
 from mxcompile.lowering.choices.weight_only_forms import WeightOnlyForm, forms, most_rows
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import weight_only
