@@ -35,27 +35,11 @@ def _values(codes_ptr, scale_ptr, key, dim, live, D, ELEM: tl.constexpr, NATIVE:
 
 @triton.jit
 def attend(
-    q,
-    keys_ptr,
-    key_scale_ptr,
-    values_ptr,
-    value_scale_ptr,
-    mask_ptr,
-    mask_offset,
-    stride_mask,
-    in_rows,
-    dim,
-    factor,
-    part,
-    T,
-    D,
-    ELEM: tl.constexpr,
-    NATIVE: tl.constexpr,
-    MASKED: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, keys_ptr, key_scale_ptr, values_ptr, value_scale_ptr, mask_ptr, mask_offset, stride_mask,
+    in_rows, dim, factor, part, T, D,
+    ELEM: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Returns FP32 total [rows, BLOCK_D], top [rows] and sum [rows] of part number `part` of T keys.
 
     q: BF16 [rows, BLOCK_D], zero past D. Pointers to keys, values and scales: first byte of a head.

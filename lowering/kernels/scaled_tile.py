@@ -44,32 +44,11 @@ def packed(elem):
 
 @triton.jit
 def tile_product(
-    a_ptr,
-    a_scale_ptr,
-    b_ptr,
-    b_scale_ptr,
-    row,
-    column,
-    in_m,
-    in_n,
-    begin,
-    end,
-    length,
-    stride_am,
-    stride_ak,
-    stride_asm,
-    stride_ask,
-    stride_bk,
-    stride_bn,
-    stride_bsk,
-    stride_bsn,
-    ELEM_A: tl.constexpr,
-    ELEM_B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    SPAN: tl.constexpr,
-):
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, row, column, in_m, in_n, begin, end, length,
+    stride_am, stride_ak, stride_asm, stride_ask, stride_bk, stride_bn, stride_bsk, stride_bsn,
+    ELEM_A: tl.constexpr, ELEM_B: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
     """Returns FP32 [rows, columns] of a [M, K] · b [K, N], codes with any strides; scales [M, K/B], [K/B, N].
 
     row, column: the tile's rows and columns, in the integer type of offsets. in_m, in_n: whether these are in

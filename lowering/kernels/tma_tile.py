@@ -51,27 +51,10 @@ def columns_of(x, HALVINGS: tl.constexpr):
 
 @triton.jit
 def tile_product(
-    a_desc,
-    sa_desc,
-    b_desc,
-    sb_desc,
-    a_row,
-    a_k,
-    sa_row,
-    b_row,
-    b_k,
-    sb_row,
-    s_step,
-    steps,
-    ELEM_A: tl.constexpr,
-    ELEM_B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    A_K_MAJOR: tl.constexpr,
-    B_K_MAJOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a_desc, sa_desc, b_desc, sb_desc, a_row, a_k, sa_row, b_row, b_k, sb_row, s_step, steps,
+    ELEM_A: tl.constexpr, ELEM_B: tl.constexpr, BLOCK: tl.constexpr, A_K_MAJOR: tl.constexpr,
+    B_K_MAJOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Returns FP32 [BLOCK_M, BLOCK_N], the sum over `steps` steps along K.
 
     a_row, a_k, b_row, b_k: where the operands' tiles begin, int32. sa_row, sb_row: where their scales begin,

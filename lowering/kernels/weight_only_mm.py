@@ -30,24 +30,14 @@ _RAISED = tl.constexpr(2.0**14)
 
 @triton.constexpr_function
 def _along(two_level):
-    """Returns the number of elements that share a scale."""
     return 16 if two_level else 32
 
 
 @triton.jit
 def _scales(
-    scale_ptr,
-    column,
-    start,
-    N,
-    K,
-    stride_wsn,
-    stride_wsk,
-    NATIVE: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    scale_ptr, column, start, N, K, stride_wsn, stride_wsk,
+    NATIVE: tl.constexpr, TWO_LEVEL: tl.constexpr, WORDS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Returns FP32 scales [columns, blocks] from `start` on, a multiple of BLOCK_K; outside, bytes are 0.
 
     WORDS: whether each four scales of a column are an aligned word. The pipeline copies words ahead into
@@ -104,33 +94,12 @@ def _pairs(codes, x, PTX: tl.constexpr):
 
 @triton.jit
 def sums(
-    x_ptr,
-    w_ptr,
-    w_scale_ptr,
-    row,
-    column,
-    first,
-    last,
-    M,
-    N,
-    K,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
-    stride_wsn,
-    stride_wsk,
-    ELEM: tl.constexpr,
-    NATIVE: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    WORDS: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    x_ptr, w_ptr, w_scale_ptr, row, column, first, last, M, N, K,
+    stride_xm, stride_xk, stride_wn, stride_wk, stride_wsn, stride_wsk,
+    ELEM: tl.constexpr, NATIVE: tl.constexpr, TWO_LEVEL: tl.constexpr, WORDS: tl.constexpr,
+    PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """Returns FP32 sums over `first` ≤ k < `last`: [1, BLOCK_N], or [BLOCK_N, BLOCK_M] with DOT.
 
     first: a multiple of BLOCK_K. DOT: whether tensor cores multiply; weights are the rows of their product.
