@@ -14,22 +14,20 @@ for each head that shares them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Format, stored_precision
-from mxcompile.graph import dead
 from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import SIZED_VIEWS, TRANSPARENT, argument, aten, packet
 from mxcompile.graph.tags import Kind, hint, lies_in_order, set_tag, tags_of, tensor, value_of
-from mxcompile.lowering import optional
 from mxcompile.lowering.choices.attention_forms import MOST_DIMS, form
-from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.cpu import MOST_ROWS
 from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
 from mxcompile.ops.view import Dequantize, argument_of, arguments_of
 
@@ -39,22 +37,17 @@ _LEAST_KEYS = 64
 """Least number of keys in FP32 or BF16 for which the CPU kernel replaces PyTorch's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CachedAttention(LoweringPass):
     """Makes attention read a quantized cache, on all targets. Without a kernel, records get the reason."""
 
-    name: ClassVar[str] = "cached_attention"
-    templates: ClassVar[tuple[str, ...]] = ("templates.cached_attention",)
+    templates = ("templates.cached_attention",)
+    in_cpp = True
 
     @property
     def obstacle(self) -> str:
         """The reason why no kernel can read the codes of a cache, or ""."""
-        if self.target.device == "cpu":
-            reason = kernel.obstacle()
-        elif self.target.arch is None:
-            reason = f"no kernel for {self.target.name} reads codes"
-        else:
-            reason = optional.obstacle(*self.templates)
+        has_kernels = self.target.device == "cpu" or self.target.arch is not None
+        reason = super().obstacle if has_kernels else f"no kernel for {self.target.name} reads codes"
         return f"{_DEQUANTIZED}: {reason}" if reason else ""
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
@@ -81,7 +74,6 @@ class CachedAttention(LoweringPass):
         if any(packet(node) in ops.CASTS | ops.PRODUCTS for node in graph.nodes):
             for node in [node for node in graph.nodes if self._takes_plain(node)]:
                 self._replace(node, build)
-        dead.eliminate(graph)
         return reasons
 
     def _takes_plain(self, node: fx.Node) -> bool:

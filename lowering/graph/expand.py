@@ -15,40 +15,33 @@ that forward saves for backward stay FP8 (see `operands`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import WHOLE, ScaleType
-from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import add_fallback, set_tag, tags_of, value_of
 from mxcompile.lowering.graph import grouped_operands
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Product
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Expand(LoweringPass):
     """Emulates quantized GEMMs that have no kernel on the target, on all targets."""
 
-    name: ClassVar[str] = "expand"
-
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Replaces the quantized GEMMs of `graph` without a kernel by aten GEMMs, which it names in tags."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         for product in Product.calls(graph):
             if not any(tag.kernel for tag in tags_of(product.node)):
                 _expand(product, build, operands, self.target)
-        dead.eliminate(graph)
-        return NO_REASONS
 
 
 def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
@@ -58,7 +51,6 @@ def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
 
 
 def _expand(product: Product, build: Builder, operands: DequantizedOperands, target: Target) -> None:
-    """Replaces `product`."""
     node, out = product.node, value_of(product.node)
     dtype = working_dtype(out.dtype, target)
     # FP32 scales that are constant along the contraction multiply the product

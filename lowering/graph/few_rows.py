@@ -11,8 +11,7 @@ later call. Graphs without quantized tensors keep Inductor's bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -23,26 +22,19 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import is_empty, lies_in_order, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
-from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.operands import is_input
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FewRows(LoweringPass):
     """Chooses the kernel for few rows of BF16 and weights in BF16."""
 
-    name: ClassVar[str] = "few_rows"
+    in_cpp = True
 
     @property
     def applies(self) -> bool:
         """Whether the kernel is faster on the CPU for any number of rows."""
         return self.target.few_rows > 0
-
-    @property
-    def obstacle(self) -> str:
-        """The reason why the kernel cannot be used, or ""."""
-        return kernel.obstacle()
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Yields the products that the kernel supports, if a tensor of `graph` is quantized."""
@@ -51,7 +43,7 @@ class FewRows(LoweringPass):
                 if packet(node) in (aten.mm, aten.addmm) and self._takes(node):
                     yield node
 
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Replaces the candidates of `graph`, and names the kernel in their tags."""
         build = Builder(graph, self.name)
         for node in self.candidates(graph):
@@ -63,7 +55,6 @@ class FewRows(LoweringPass):
             name = "mx_weight_only_mm C++ (bfloat16)"
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(name)) for tag in tags_of(node)))
             build.replace(node, result)
-        return NO_REASONS
 
     def _takes(self, node: fx.Node) -> bool:
         values = [tensor(part) for part in (node, *node.all_input_nodes)]

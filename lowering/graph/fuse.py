@@ -11,8 +11,7 @@ dead code. Numerics do not change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from torch import fx
 
@@ -21,18 +20,16 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.choices.configs import Tiles, autotuning, fused
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
+from mxcompile.lowering.graph.lowering_pass import NativePass
 from mxcompile.ops.view import Cast, Product, result_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Fuse(NativePass):
     """Fuses a product with the cast of its left operand, on chips with an MX GEMM."""
 
-    name: ClassVar[str] = "fuse"
-    templates: ClassVar[tuple[str, ...]] = (*NativePass.templates, "templates.fused_quantize_mm")
+    templates = (*NativePass.templates, "templates.fused_quantize_mm")
 
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Fuses the products of `graph` that the fused kernel makes faster, and names this kernel in tags."""
         build = Builder(graph, self.name)
         for node in list(graph.nodes):
@@ -41,7 +38,6 @@ class Fuse(NativePass):
                 tile_sizes = fused(self.target, *map(hint, value_of(node).shape))
                 if tile_sizes:
                     self._fuse(build, Product.read(node), cast, tile_sizes)
-        return NO_REASONS
 
     def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Tiles) -> None:
         node, right = product.node, product.sides[1]
@@ -52,9 +48,6 @@ class Fuse(NativePass):
         kernel = f"mx_quantize_mm {_config(tile_sizes, bool(competing))} ({self.target.mma})"
         set_tag(fused, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
         build.replace(node, fused)
-        if not competing:
-            for result in (*cast.node.users, cast.node):
-                build.graph.erase_node(result)
 
 
 def _config(tile_sizes: Tiles, competes: bool) -> str:

@@ -7,15 +7,14 @@ so that memory holds no second copy of a stored weight. `weight_only` and `expan
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.tags import hint, is_empty, lies_in_order, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.choices.families import TABLE, Family
-from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.cpu import MOST_ROWS
 from mxcompile.lowering.cpu.integer_mm import KERNEL
 from mxcompile.lowering.cpu.kernel import C_TYPES
 from mxcompile.lowering.graph.expand import working_dtype
@@ -23,17 +22,11 @@ from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
 from mxcompile.ops.view import Product
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Integer(LoweringPass):
     """Chooses the products that run in integers."""
 
-    name: ClassVar[str] = "integer"
-    family: ClassVar[Family] = Family.INTEGER
-
-    @property
-    def obstacle(self) -> str:
-        """The reason why the kernel cannot be used, or ""."""
-        return kernel.obstacle()
+    family = Family.INTEGER
+    in_cpp = True
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of `graph` that the kernel supports."""

@@ -11,12 +11,11 @@ from torch import fx
 
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.families import TABLE, Family
+from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.targets import Target
 
 Reasons = Mapping[fx.Node, str]
 """Reasons why products do not run on the kernel of a pass, by the node of the product. Records show them."""
-
-NO_REASONS: Reasons = {}
 
 EMPTY = "a dimension is empty"
 """Reason for products without elements."""
@@ -43,19 +42,27 @@ class LoweringPass(ABC):
     device: str
     promotes: bool = True
     name: ClassVar[str]
-    family: ClassVar[Family | None] = None
+    """The name of the pass: the name of its file."""
+    family: ClassVar[Family] = Family.EMULATED
     """The kernel family of the products that the pass makes."""
     templates: ClassVar[tuple[str, ...]] = ()
-    """Modules with the kernels of the operators that the pass makes."""
+    """Modules with the kernels, on GPUs, of the operators that the pass makes."""
+    in_cpp: ClassVar[bool] = False
+    """Whether these operators have kernels in C++ on CPUs."""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__module__.rpartition(".")[2]
 
     @property
     def applies(self) -> bool:
         """Whether the pass runs for the target: by default, whether the target has its kernel family."""
-        return self.family is None or TABLE[self.family].on(self.target)
+        return TABLE[self.family].on(self.target)
 
     @property
     def obstacle(self) -> str:
         """The reason why the kernels of the pass cannot be used here, or "". Read only if `applies`."""
+        if self.in_cpp and self.target.device == "cpu":
+            return kernel.obstacle()
         return optional.obstacle(*self.templates)
 
     def candidates(self, graph: fx.Graph) -> Iterable[fx.Node]:
@@ -64,13 +71,15 @@ class LoweringPass(ABC):
         return ()
 
     @abstractmethod
-    def apply(self, graph: fx.Graph) -> Reasons:
-        """Transforms `graph`, a valid graph, into a valid graph. Returns reasons of skipped products."""
+    def apply(self, graph: fx.Graph) -> Reasons | None:
+        """Transforms `graph`, a valid graph, into a valid graph. Returns reasons of skipped products, if any.
+
+        The pipeline erases the dead code that it leaves.
+        """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class NativePass(LoweringPass):
     """A pass for chips with an MX GEMM."""
 
-    family: ClassVar[Family] = Family.MX
-    templates: ClassVar[tuple[str, ...]] = NATIVE
+    family = Family.MX
+    templates = NATIVE

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -40,13 +40,7 @@ from mxcompile.graph.transpose import readers
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.configs import is_one_matrix
 from mxcompile.lowering.choices.families import TABLE, Family
-from mxcompile.lowering.graph.lowering_pass import (
-    CASTS,
-    FP8_CASTS,
-    NO_REASONS,
-    LoweringPass,
-    Reasons,
-)
+from mxcompile.lowering.graph.lowering_pass import CASTS, FP8_CASTS, LoweringPass
 from mxcompile.ops.view import Cast, Decode, result_of, results_of
 
 _FP8_TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
@@ -65,11 +59,8 @@ class _NewCopy:
     amax: fx.Node | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MergeCasts(LoweringPass):
     """Merges casts of a tensor, on GPUs that multiply MXFP8 (and packed FP4) or FP8, or emulate MXFP8."""
-
-    name: ClassVar[str] = "merge_casts"
 
     @property
     def applies(self) -> bool:
@@ -82,7 +73,7 @@ class MergeCasts(LoweringPass):
         of_fp8 = FP8_CASTS if self.target.fp8_tiles else ()
         return optional.obstacle(*CASTS, *of_fp8)
 
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Merges the casts of `graph`, each at the first cast of its tensor."""
         build = Builder(graph, self.name)
         for cast in list(Cast.calls(graph)):
@@ -99,8 +90,6 @@ class MergeCasts(LoweringPass):
             for (source, form, scale), casts in _of_fp8(graph).items():
                 if parts := _parts(casts, source, form, scale):
                     _write(build, source, parts, _first(casts))
-        dead.eliminate(graph)
-        return NO_REASONS
 
     def _groups(self, graph: fx.Graph) -> list[_Group]:
         """Returns pairs of casts of `graph` to MXFP8 or packed FP4 that a template makes in one kernel."""
@@ -249,7 +238,6 @@ def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node 
 
 
 def _makes_fnuz(node: fx.Node) -> bool:
-    """Whether `node` converts elements to a FNUZ type."""
     decode = Decode.from_node(node)
     return decode is not None and decode.dtype in FNUZ.values()
 

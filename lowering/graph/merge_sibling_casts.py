@@ -12,7 +12,6 @@ prologue reads at most three tensors of the results' size. Applies to chips whos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -22,10 +21,9 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import hint, tensor, value_of
-from mxcompile.lowering import optional
 from mxcompile.lowering.choices import packing
 from mxcompile.lowering.choices.epilogue import is_pointwise
-from mxcompile.lowering.graph.lowering_pass import CASTS, NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import CASTS, LoweringPass
 from mxcompile.ops.view import Casts
 
 _MOST_LEAVES, _SHARED_LEAVES = 3, 2
@@ -44,23 +42,17 @@ class _ComputedCast:
     large: set[fx.Node]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MergeSiblingCasts(LoweringPass):
     """Merges the casts of two tensors, on GPUs with a template for it."""
 
-    name: ClassVar[str] = "merge_sibling_casts"
+    templates = CASTS
 
     @property
     def applies(self) -> bool:
         """Whether casts are emulated, or the chip converts pairs of BF16 elements."""
         return self.target.emulates or (self.target.native and packing.converts(self.target))
 
-    @property
-    def obstacle(self) -> str:
-        """The reason why the templates of casts cannot be used, or ""."""
-        return optional.obstacle(*CASTS)
-
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Merges pairs of casts in `graph`, each at its first cast."""
         build = Builder(graph, self.name)
         waiting: list[_ComputedCast] = []
@@ -74,7 +66,6 @@ class MergeSiblingCasts(LoweringPass):
             else:
                 waiting.remove(other)
                 _merge(build, other, candidate)
-        return NO_REASONS
 
 
 def _computed_cast(cast: fx.Node) -> _ComputedCast | None:
@@ -126,5 +117,3 @@ def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
     half = len(results) // 2
     build.replace_results(first.cast, results[:half])
     build.replace_results(second.cast, results[half:])
-    for unread in [result for result in results if not result.users]:
-        build.graph.erase_node(unread)

@@ -12,8 +12,7 @@ Source of the lost scales: triton issue 11735.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -33,11 +32,8 @@ _EMULATES_RIGHT = (3, 9)
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Native(NativePass):
     """Chooses the products that the chip's MX GEMM runs."""
-
-    name: ClassVar[str] = "native"
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products that the target's MX GEMM runs."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 from typing import cast as cast_to
 
 import torch
@@ -31,7 +30,6 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart, Format, ScaleLayout
-from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
@@ -45,13 +43,11 @@ from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Packed(LoweringPass):
     """Packs the operands of FP4 products, on chips with an FP4 instruction."""
 
-    name: ClassVar[str] = "packed"
-    family: ClassVar[Family] = Family.PACKED
-    templates: ClassVar[tuple[str, ...]] = ("templates.fp4_casts", *NATIVE[1:])
+    family = Family.PACKED
+    templates = ("templates.fp4_casts", *NATIVE[1:])
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of FP4 operands that are not packed."""
@@ -73,7 +69,6 @@ class Packed(LoweringPass):
                 reasons[node] = reason
             else:
                 _replace(product, [side for side in sides if isinstance(side, _Side)], operands)
-        dead.eliminate(graph)
         return reasons
 
 

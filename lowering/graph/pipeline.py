@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._inductor import config
 
-from mxcompile.graph import sound
+from mxcompile.graph import dead, sound
 from mxcompile.graph.printer import printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import candidates, optional
@@ -172,7 +172,8 @@ def _apply(
             continue
         obstacle = step.obstacle
         reasons = dict.fromkeys(step.candidates(graph), obstacle) if obstacle else step.apply(graph)
-        for node, reason in reasons.items():
+        for node, reason in (reasons or {}).items():
             add_fallback(node, reason)
+        dead.eliminate(graph)
         sound.check(graph, step.name)
         log.debug("after %s for %s\n%s", step.name, target.name, printed(graph))

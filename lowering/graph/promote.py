@@ -10,20 +10,19 @@ FP32 instead. Other nodes keep their dtype. A graph without mx operators stays a
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph import dead
 from mxcompile.graph.attention import BACKENDS
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CONVOLUTIONS, MATMULS, aten, packet
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.ops.view import Dequantize
 
 _ATTENTION = BACKENDS["cpu"]
@@ -31,27 +30,22 @@ _DENSE = MATMULS - {aten.linear, aten._sparse_mm, aten._sparse_addmm}
 _PRODUCTS = _DENSE | CONVOLUTIONS | {_ATTENTION.forward, _ATTENTION.backward}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Promote(LoweringPass):
     """Runs products in FP32, on CPUs without instructions for their dtype."""
-
-    name: ClassVar[str] = "promote"
 
     @property
     def applies(self) -> bool:
         """Whether products in some dtype are slow."""
         return bool(self.target.slow_dtypes)
 
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Widens the operands of the slow products of `graph`, and names their kernels in tags."""
         if not (self.promotes or any(str(packet(node)).startswith("mx.") for node in graph.nodes)):
-            return NO_REASONS
+            return
         promoter = _Promoter(graph, self.target.slow_dtypes)
         for node in list(graph.nodes):
             if packet(node) in _PRODUCTS and promoter.is_slow(node):
                 promoter.promote(node)
-        dead.eliminate(graph)
-        return NO_REASONS
 
 
 class _Promoter:

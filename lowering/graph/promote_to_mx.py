@@ -11,14 +11,11 @@ Products of formats that no kernel takes, and products that `native` does not ru
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Format, ScaleLayout
-from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import set_tag, tags_of, value_of
 from mxcompile.lowering.choices.epilogue import is_native
@@ -29,12 +26,10 @@ from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PromoteToMX(NativePass):
     """Runs products of other formats as MXFP8, on chips with an MX GEMM."""
 
-    name: ClassVar[str] = "promote_to_mx"
-    family: ClassVar[Family] = Family.AS_MX
+    family = Family.AS_MX
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of other formats with power-of-two scales or E8M0 scales."""
@@ -59,7 +54,6 @@ class PromoteToMX(NativePass):
                 new_node = build.call(node.target, *args, like=node)
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
-        dead.eliminate(graph)
         return reasons
 
     def _operand(

@@ -7,29 +7,25 @@ Applies to casts that loops make, of formats other than MXFP8. Numerics do not c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import CopyPart
-from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import value_of
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.casts import has_kernel
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.ops.view import Cast, results_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SplitCasts(LoweringPass):
     """Splits a cast into a cast to elements and a cast to scales, on all targets."""
 
-    name: ClassVar[str] = "split_casts"
-
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Splits the casts of `graph`; parts without a reader disappear."""
         build, cpp = Builder(graph, self.name), self.device == "cpu" and not kernel.obstacle()
         for cast in Cast.calls(graph):
@@ -37,8 +33,6 @@ class SplitCasts(LoweringPass):
                 continue
             if len(cast.copy.specs(value_of(cast.x))) > 1:
                 _split(build, cast)
-        dead.eliminate(graph)
-        return NO_REASONS
 
 
 def _split(build: Builder, cast: Cast) -> None:
@@ -59,5 +53,3 @@ def _split(build: Builder, cast: Cast) -> None:
     for index, result in results.items():
         if index in parts:
             result.replace_all_uses_with(parts[index])
-        build.graph.erase_node(result)
-    build.graph.erase_node(cast.node)

@@ -11,42 +11,35 @@ GEMM, if its tiles are square, or if it is empty. Numerics do not change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
-from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import is_empty, tensor
 from mxcompile.graph.transpose import readers
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
+from mxcompile.lowering.graph.lowering_pass import NativePass
 from mxcompile.lowering.graph.native import unmet
 from mxcompile.ops.view import Cast, Product, results_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TileScales(NativePass):
     """Makes casts write tiled scales, on chips whose MX GEMM reads tiled scales."""
-
-    name: ClassVar[str] = "tile_scales"
 
     @property
     def applies(self) -> bool:
         """Whether the MX GEMM reads tiled scales fastest."""
         return self.target.scale_layout is ScaleLayout.TILED_128X4
 
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Changes the casts of `graph` whose scales only products on the target's MX GEMM read."""
         build = Builder(graph, self.name)
         for cast in Cast.calls(graph):
             uses = [use for index, result in results_of(cast.node) if index == 1 for use in readers(result)]
             if uses and _can_tile(cast) and all(_takes_tiles(*use, self.device) for use in uses):
                 _tile(build, cast, uses)
-        dead.eliminate(graph)
-        return NO_REASONS
 
 
 def _can_tile(cast: Cast) -> bool:

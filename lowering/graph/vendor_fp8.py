@@ -23,15 +23,14 @@ ATen/native/cuda/ScaledBlas.cpp).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
 from mxcompile.formats import E5M2, FNUZ, WHOLE, Copy, CopyPart, Format, Tile
-from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import is_empty, set_tag, tags_of, tensor, value_of
@@ -56,12 +55,10 @@ _BLOCKS_SINCE = (12, 9)
 """The first CUDA whose GEMM takes block scales."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VendorFP8(LoweringPass):
     """Runs FP8 products on the vendor's GEMM, on chips with an FP8 GEMM."""
 
-    name: ClassVar[str] = "vendor_fp8"
-    family: ClassVar[Family] = Family.FP8
+    family = Family.FP8
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replaces products by the GEMM, and names it in tags. Returns the reasons why others stay."""
@@ -81,15 +78,13 @@ class VendorFP8(LoweringPass):
                 reasons[node] = reason
             if runs(Family.AS_MX, product.forms, self.target):
                 _along_k(product, copies)
-        dead.eliminate(graph)
         return reasons
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class JointVendorFP8(VendorFP8):
     """Runs FP8 products on the vendor's GEMM, with transposed copies from casts of the joint graph."""
 
-    templates: ClassVar[tuple[str, ...]] = FP8_CASTS
+    templates = FP8_CASTS
 
 
 def unmet(product: Product, device: str) -> str:

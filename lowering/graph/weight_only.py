@@ -18,25 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Format
-from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.lowering import optional
 from mxcompile.lowering.choices.families import TABLE, Family, runs
 from mxcompile.lowering.choices.weight_only_forms import forms, most_rows
 from mxcompile.lowering.cpu import COMPILED_FOR, INT16, LEAST_ROWS, LONG, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.operands import DequantizedOperands, is_input, stored
 from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Dequantize, Product, Unpack
@@ -61,7 +59,6 @@ class _Use:
 
     @property
     def rows(self) -> int:
-        """The number of rows of x."""
         return hint(value_of(self.node).shape[0])
 
     @property
@@ -70,35 +67,27 @@ class _Use:
         return tuple(decoded_shape(value_of(self.qdata).shape, -1, self.form))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnly(LoweringPass):
     """Makes products of few rows read stored weights, on CPUs and GPUs."""
 
-    name: ClassVar[str] = "weight_only"
-    family: ClassVar[Family] = Family.WEIGHT_ONLY
-    templates: ClassVar[tuple[str, ...]] = ("templates.weight_only",)
+    family = Family.WEIGHT_ONLY
+    templates = ("templates.weight_only",)
+    in_cpp = True
 
     @property
     def _on_cpu(self) -> bool:
         return self.target.device == "cpu"
 
-    @property
-    def obstacle(self) -> str:
-        """The reason why the kernels cannot be used, or ""."""
-        return kernel.obstacle() if self._on_cpu else optional.obstacle(*self.templates)
-
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Yields the products of `graph` that the kernel supports."""
         return (use.node for use in self._uses(graph))
 
-    def apply(self, graph: fx.Graph) -> Reasons:
+    def apply(self, graph: fx.Graph) -> None:
         """Replaces the candidates of `graph`, and names the kernel in their tags."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         for use in self._uses(graph):
             self._replace(use, build, operands)
-        dead.eliminate(graph)
-        return NO_REASONS
 
     def _uses(self, graph: fx.Graph) -> Iterator[_Use]:
         for node in list(graph.nodes):
@@ -129,7 +118,6 @@ class WeightOnly(LoweringPass):
         )
 
     def _fits(self, use: _Use) -> bool:
-        """Whether the kernel supports the product."""
         out, a, weight, scales = map(tensor, (use.node, use.x, use.qdata, use.scale))
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False

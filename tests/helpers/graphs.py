@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
+from mxcompile.graph import dead
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
 from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.targets import TARGETS, Target
@@ -36,7 +37,8 @@ def lowered(
     reasons: dict[fx.Node, str] = {}
     for step in (kind(target=chip, device="cpu") for kind in steps):
         if step.applies:
-            reasons.update(step.apply(module.graph))
+            reasons.update(step.apply(module.graph) or {})
+            dead.eliminate(module.graph)
     module.graph.lint()
     module.recompile()
     return module, list(reasons.values())
