@@ -21,7 +21,6 @@ from mxcompile.formats import Format
 from mxcompile.lowering.choices.attention_forms import form
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import empty
 from mxcompile.lowering.templates.weight_only import readable
 
 _STAGES = 2
@@ -114,16 +113,13 @@ def lower_attention(
         for _ in range(4 - len(mask.get_size())):
             mask = lowerings[torch.ops.aten.unsqueeze.default](mask, 0)
     chosen = form(hint(batch * kv_heads), hint(heads * queries // kv_heads), hint(length), hint(dim), target)
-    parts = [empty(q, [chosen.parts, batch, queries, heads], torch.float32) for _ in ("top", "sum")]
     stored = [readable(keys, target), key_scales, readable(values, target), value_scales]
-    inputs = [realize_inputs(q), *map(_contiguous, stored), *(part.data for part in parts)]
-    inputs += [] if mask is None else [realize_inputs(mask)]
-    layout = ir.FixedLayout(device, torch.float32, [chosen.parts, batch, queries, heads, dim])
-    total = call.only(
+    shape = [chosen.parts, batch, queries, heads]
+    parts = call.only(
         TEMPLATE,
-        inputs,
-        layout,
-        written=inputs[5:7],
+        [realize_inputs(q), *(ir.ExternKernel.require_contiguous(realize_inputs(part)) for part in stored)],
+        [([*shape, dim], torch.float32), *[(shape, torch.float32)] * 2],
+        last=[] if mask is None else [realize_inputs(mask)],
         num_stages=_STAGES,
         num_warps=4,
         BLOCK_R=chosen.rows,
@@ -138,7 +134,7 @@ def lower_attention(
         ELEM=repr(Format.parse(fmt).elem.name),
         NATIVE=target.decodes_fp8,
     )
-    result: ir.TensorBox = to_dtype(_merged(total, *parts), q.get_dtype())
+    result: ir.TensorBox = to_dtype(_merged(*parts), q.get_dtype())
     return result
 
 
@@ -156,7 +152,3 @@ def _merged(total: Any, top: Any, sum_: Any) -> Any:
     weight = where(empty, 1.0, weight)
     values = total_of(multiply(total, add_dim(share, -1)), [0])
     return lowerings[aten.div.Tensor](values, add_dim(weight, -1))
-
-
-def _contiguous(x: Any) -> Any:
-    return ir.ExternKernel.require_contiguous(realize_inputs(x))

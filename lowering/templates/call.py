@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch._inductor import ir
+from torch._inductor.lowering import empty_strided
 from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.choices.epilogue import is_heavy
 from mxcompile.lowering.inductor import fp_fusion, winners
 from mxcompile.lowering.templates.examples import Make
+from mxcompile.ops import Spec
 
 Tried = Iterable[tuple[Any, Mapping[str, Any]]]
 """Templates or kernels of a library, each with its arguments."""
@@ -32,19 +35,31 @@ def choices_of(operands: Sequence[Any], layout: ir.Layout, tried: Tried) -> list
 def only(
     template: Any,
     operands: Sequence[Any],
-    layout: ir.Layout,
+    results: Sequence[Spec],
     *,
-    written: Sequence[Any] = (),
+    last: Sequence[Any] = (),
     **arguments: Any,
-) -> ir.TensorBox:
-    """Returns the result of `template`, the only choice.
+) -> list[ir.TensorBox]:
+    """Returns the results of `template`, the only choice.
 
-    written: the `operands` that the kernel writes. It reads all others.
+    results: shape and dtype of the template's result, then of the tensors that its kernel writes besides, for
+    which it has pointers after `operands`. last: operands after these pointers. All operands are realized.
     """
-    arguments["mutated_inputs"] = list(written) or None
-    choices = choices_of(operands, layout, [(template, arguments)])
-    chosen: Any = autotune_select_algorithm(template.name, choices, list(operands), layout)
-    result: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
+    device = operands[0].get_device_or_error()
+    (shape, dtype), *others = results
+    buffers = [empty(device, *other) for other in others]
+    written = [buffer.data for buffer in buffers]
+    arguments["mutated_inputs"] = written or None
+    inputs, layout = [*operands, *written, *last], ir.FixedLayout(device, dtype, list(shape))
+    choices = choices_of(inputs, layout, [(template, arguments)])
+    chosen: Any = autotune_select_algorithm(template.name, choices, inputs, layout)
+    return [chosen[0] if isinstance(chosen, tuple) else chosen, *buffers]
+
+
+def empty(device: torch.device, shape: Sequence[Any], dtype: torch.dtype) -> ir.TensorBox:
+    """Returns an empty buffer, for a kernel that writes more than its result."""
+    result: ir.TensorBox = empty_strided(list(shape), None, dtype=dtype, device=device)
+    result.realize()
     return result
 
 

@@ -45,8 +45,7 @@ from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import TILE_INDICES, empty
-from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
+from mxcompile.lowering.templates.producers import TILE_INDICES, ProducingTemplate, leaves_room
 
 _SOURCES = ("X", "Y")
 
@@ -72,10 +71,7 @@ _COPY = r"""
 {% endif %}
 """
 
-_SIDES = {
-    "ROWS": ("rowwise", "rm, blocks_n, M, N"),
-    "COLUMNS": ("columnwise", "blocks_m, rn, end_m, N"),
-}
+_SIDES = {"ROWS": ("rowwise", "rm, blocks_n, M, N"), "COLUMNS": ("columnwise", "blocks_m, rn, end_m, N")}
 
 
 def _load(source: str) -> str:
@@ -248,8 +244,6 @@ def _call(
     dtype = next((copy.dtype for copy in copies if copy.dtype), torch.bfloat16)
     packs = packing.calculates(target) if target.emulates else packing.converts(target)
     packed = packs and x.get_dtype() is dtype is torch.bfloat16 and not copy.is_square
-    others = [empty(x, result.shape, result.dtype) for result in rest]
-    inputs = [*sources, *(other.data for other in others)]
     (m, n), divides = first.shape, V.graph.sizevars.statically_known_multiple_of
     tile = configs.cast(
         target,
@@ -259,11 +253,10 @@ def _call(
         scattered=entry > 0 or not divides(n, configs.WORD),
         masked=not (divides(m, BLOCK) and divides(n, TILE_ROWS)),
     )
-    first_result = call.only(
+    return call.only(
         TEMPLATE,
-        inputs,
-        ir.FixedLayout(x.get_device_or_error(), first.dtype, first.shape),
-        written=inputs[len(sources) :],
+        sources,
+        [(result.shape, result.dtype) for result in wanted],
         num_stages=1,
         num_warps=tile.num_warps,
         BLOCK_M=tile.block_m,
@@ -285,4 +278,3 @@ def _call(
         PACKED=packed,
         INDEX="tl.int64",
     )
-    return [first_result, *others]

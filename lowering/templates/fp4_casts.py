@@ -33,7 +33,6 @@ from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import empty
 from mxcompile.lowering.templates.producers import ProducingTemplate
 
 _TILE = r"""
@@ -186,21 +185,19 @@ def lower_cast(cast: CastCall) -> Results | None:
     *batch, _, _ = x.get_size()
     is_stored = _is_stored(x)
     x, is_tiled = _matrices(x), copies[0].is_tiled
-    device, target = x.get_device_or_error(), of_device(x.get_device_or_error())
+    target = of_device(x.get_device_or_error())
     shapes = [shape for copy in copies for shape in _shapes(x, copy)]
-    others = [empty(x, shape, torch.uint8) for shape in shapes[1:]]
-    inputs = [x, *(other.data for other in others)]
     read = [realize_inputs(tensor) for tensor in (*cast.amaxes, cast.seed) if tensor is not None]
     first, last, sides = copies[0].format, copies[-1].format, [copy.dim for copy in copies]
     # only one-level casts compute a producer: with two levels, it is stored, since the amax reads it too
     tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_stored and not first.two_level)
     padding = [(TILE_ROWS, TILE_BLOCKS * first.tile.along), (TILE_BLOCKS * first.tile.along, TILE_ROWS)]
     ways = [padding[-1 - side] for side in sides] if is_tiled else [(1, 1)]
-    codes = call.only(
+    results = call.only(
         TEMPLATE,
-        [*inputs, *read],
-        ir.FixedLayout(device, torch.uint8, shapes[0]),
-        written=inputs[1:],
+        [x],
+        [(shape, torch.uint8) for shape in shapes],
+        last=read,
         call_sizes=x.get_size(),
         **tile,
         ROWS=-1 in sides,
@@ -216,7 +213,6 @@ def lower_cast(cast: CastCall) -> Results | None:
         STREAM=cast.stream,
         ROUNDING=repr(str(first.rounding or "")),
     )
-    results = codes, *others
     return tuple(view(result, [*batch, *result.get_size()[-2:]]) if batch else result for result in results)
 
 
@@ -256,12 +252,12 @@ def _largest(x: ir.TensorBox, signs: int) -> Results:
     """Returns the amax of `x`, [1]; with `signs` also the amax of its Hadamard transform."""
     *batch, m, n = x.get_size()
     x, number = _matrices(x), 2 if signs else 1
-    device = x.get_device_or_error()
-    tile = _tile(of_device(device), WIDTH, x)
+    tile = _tile(of_device(x.get_device_or_error()), WIDTH, x)
     tiles = sympy_product(batch) * CeilDiv(m, tile["INNER"] * tile["OUTER"]) * CeilDiv(n, tile["WIDTH"])
-    layout = ir.FixedLayout(device, torch.float32, [number, tiles])
     arguments = {**tile, "PADDING": (1, 1), "SIGNS": signs, "HOW_MANY": number}
-    largest = call.only(AMAX, [x], layout, call_sizes=x.get_size(), **arguments)
+    (largest,) = call.only(
+        AMAX, [x], [([number, tiles], torch.float32)], call_sizes=x.get_size(), **arguments
+    )
     return tuple(reduce_amax(slice_(largest, 0, at, at + 1), [1]) for at in range(number))
 
 

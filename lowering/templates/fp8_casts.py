@@ -33,8 +33,8 @@ from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.scales import fp32_scale_of
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import TILE_INDICES, empty, grid
-from mxcompile.lowering.templates.producers import ProducingTemplate
+from mxcompile.lowering.templates.producers import TILE_INDICES, ProducingTemplate, grid
+from mxcompile.ops import Spec
 
 _F32 = torch.float32
 
@@ -154,8 +154,8 @@ CAST = ProducingTemplate(name="mx_fp8_cast", grid=grid, source=_CAST_SOURCE)
 _Scales = dict[int, ir.TensorBox]
 """Scales by the dimension that they belong to; scales of squares and of tensors serve both, and have −1."""
 
-_Tensors = dict[tuple[CopyPart, bool], ir.TensorBox]
-"""Tensors by part and whether they are transposed; the largest magnitude has False."""
+_Tensors = dict[tuple[CopyPart, int], ir.TensorBox]
+"""Tensors by part, and by dimension (scales) or by whether they are transposed (others)."""
 
 
 def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
@@ -172,27 +172,20 @@ def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
         return None
     assert all(copy.format == form for copy in more), f"one kernel makes copies of one format, not {copies}"
     elements = {copy.transposed: copy for copy in copies if copy.part is CopyPart.ELEMENTS}
-    searched = False
-    if form.tile.along == BLOCK:
-        scales = _of_blocks(cast.x, form, elements)
-    else:
-        cast_scales = {
-            _side(copy): scale for copy, scale in zip(copies, cast.scales, strict=True) if scale is not None
-        }
-        sides = {_side(copy) for copy in copies if copy.part is not CopyPart.LARGEST}
-        scales = cast_scales | _scales(cast.x, form, sides - cast_scales.keys())
-        searched = scales.keys() > cast_scales.keys()
+    known = {_side(copy): scale for copy, scale in zip(copies, cast.scales, strict=True) if scale is not None}
+    sides = {_side(copy) for copy in copies if copy.part is not CopyPart.LARGEST} - known.keys()
+    found = {} if form.tile.along == BLOCK else _scales(cast.x, form, sides)
+    scales = known | found
+    tensors: _Tensors = {(CopyPart.SCALES, side): scale for side, scale in scales.items()}
     if elements:
-        others = _cast(cast, scales, elements)
+        tensors |= _cast(cast, scales, elements)
     else:
-        others = {(CopyPart.LARGEST, False): view(reduce_amax(_parts(cast.x)[0], (0, 1), True), [1])}
-    if searched and elements:  # the amax kernel computed the producer of x, and stored x
-        cast_only: Any = others[CopyPart.ELEMENTS, False not in elements]
+        tensors[CopyPart.LARGEST, False] = view(reduce_amax(_parts(cast.x)[0], (0, 1), True), [1])
+    if found and elements:  # the amax kernel computed the producer of x, and stored x
+        cast_only: Any = tensors[CopyPart.ELEMENTS, False not in elements]
         cast_only.data.data.origins = OrderedSet([V.graph.current_node])
-    return [
-        scales[_side(copy)] if copy.part is CopyPart.SCALES else others[copy.part, copy.transposed]
-        for copy in copies
-    ]
+    keys = ((copy, _side(copy) if copy.part is CopyPart.SCALES else copy.transposed) for copy in copies)
+    return [tensors[copy.part, key] for copy, key in keys]
 
 
 def _side(copy: Copy) -> int:
@@ -228,53 +221,45 @@ def _parts(x: ir.TensorBox, *, rows: bool = False, columns: bool = False) -> tup
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
     tile = chosen(target.tiles.fp8_cast, "an FP8 cast", target).amax
     down, across = CeilDiv(m, tile.block_m), CeilDiv(n, tile.block_n)
-    others = [empty(x, [down, n], _F32)] if rows and columns else []
-    shape = [m if rows else down, n if columns and not rows else across]
-    result = _call(AMAX, x, others, shape, _F32, tile, ROWS=rows, COLUMNS=columns, PERM=1)
+    shapes = [[m if rows else down, n if columns and not rows else across]]
+    shapes += [[down, n]] if rows and columns else []
+    specs = [(shape, _F32) for shape in shapes]
+    parts = _call(AMAX, [x], specs, tile, ROWS=rows, COLUMNS=columns, PERM=1)
     if rows and columns:
-        return result, others[0]
-    return (None, result) if columns else (result, None)
-
-
-def _of_blocks(x: ir.TensorBox, form: Format, elements: Collection[bool]) -> _Scales:
-    """Returns empty buffers for the scales of blocks, which the cast of `elements` fills."""
-    (m, n), same = x.get_size(), form.tile.is_square
-    scales = {}
-    if same or False in elements:
-        scales[-1] = empty(x, [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], _F32)
-    if True in elements and not same:
-        scales[-2] = empty(x, [CeilDiv(m, BLOCK), n], _F32)
-    return scales
+        return tuple(parts)
+    return (None, *parts) if columns else (*parts, None)
 
 
 def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tensors:
-    """Returns the tensors that one kernel makes for the copies `elements`.
+    """Returns the tensors that one kernel makes for the copies `elements`; among them scales of blocks.
 
-    scales: the kernel reads them, or writes them if they belong to blocks.
+    scales: other scales, which the kernel reads.
     """
     form = cast.copies[0].format
     same, is_blocked = form.tile.is_square, form.tile.along == BLOCK
     rows, columns = False in elements, True in elements
-    read = [side for side, is_read in ((-1, rows or same), (-2, columns and not same)) if is_read]
-    scale_inputs = [scales[side] if is_blocked else realize_inputs(scales[side]) for side in read]
+    sides = [side for side, is_used in ((-1, rows or same), (-2, columns and not same)) if is_used]
     x = realize_inputs(cast.x)
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
     tiles = chosen(target.tiles.fp8_cast, "an FP8 cast", target)
     tile = tiles.blocks if is_blocked else tiles.cast
     (fnuz,) = {copy.fnuz for copy in elements.values()}  # one kernel makes elements of one type
-    seen = any(copy.part is CopyPart.LARGEST for copy in cast.copies)
     stored = FNUZ[form.elem.dtype] if fnuz else form.elem.dtype
-    other = [empty(x, [n, m], stored)] if rows and columns else []
-    number = CeilDiv(m, tile.block_m) * CeilDiv(n, tile.block_n)
-    largest = [empty(x, [number], _F32)] if seen else []
-    result = _call(
+    seen = any(copy.part is CopyPart.LARGEST for copy in cast.copies)
+    shapes = {-1: [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], -2: [CeilDiv(m, BLOCK), n]}
+    results: dict[tuple[CopyPart, int], Spec] = {
+        (CopyPart.ELEMENTS, not rows): ([m, n] if rows else [n, m], stored),
+        **{(CopyPart.SCALES, side): (shapes[side], _F32) for side in sides if is_blocked},
+    }
+    if rows and columns:
+        results[CopyPart.ELEMENTS, True] = ([n, m], stored)
+    if seen:
+        results[CopyPart.LARGEST, False] = ([CeilDiv(m, tile.block_m) * CeilDiv(n, tile.block_n)], _F32)
+    tensors = _call(
         CAST,
-        x,
-        [*scale_inputs, *other, *largest],
-        [m, n] if rows else [n, m],
-        stored,
+        [x] if is_blocked else [x, *(realize_inputs(scales[side]) for side in sides)],
+        list(results.values()),
         tile,
-        read=0 if is_blocked else len(scale_inputs),
         ROWS=rows,
         COLUMNS=columns,
         SAME=same,
@@ -291,32 +276,20 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
         FNUZ=fnuz,
         INDEX="tl.int64",
     )
-    tensors = {(CopyPart.ELEMENTS, not rows): result}
-    if other:
-        tensors[CopyPart.ELEMENTS, True] = other[0]
     if seen:
-        tensors[CopyPart.LARGEST, False] = view(reduce_amax(largest[0], (0,), True), [1])
-    return tensors
+        tensors[-1] = view(reduce_amax(tensors[-1], (0,), True), [1])
+    return dict(zip(results, tensors, strict=True))
 
 
 def _call(
-    template: TritonTemplate,
-    x: ir.TensorBox,
-    others: Sequence[ir.TensorBox],
-    shape: Sequence[Any],
-    dtype: torch.dtype,
-    tile: TileConfig,
-    *,
-    read: int = 0,
-    **settings: Any,
-) -> ir.TensorBox:
-    """Returns the result of `shape`. others: the first `read` are inputs, the kernel writes the rest."""
-    inputs: list[Any] = [x, *others[:read], *(other.data for other in others[read:])]
+    template: TritonTemplate, inputs: list[Any], results: Sequence[Spec], tile: TileConfig, **settings: Any
+) -> list[ir.TensorBox]:
+    """Returns the results of a template for the matrix that is the first of `inputs`."""
+    x = inputs[0]
     return call.only(
         template,
         inputs,
-        ir.FixedLayout(x.get_device_or_error(), dtype, list(shape)),
-        written=inputs[1 + read :],
+        results,
         call_sizes=x.get_size(),
         num_stages=1,
         num_warps=tile.num_warps,

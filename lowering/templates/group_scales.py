@@ -111,12 +111,11 @@ def _tiled(operands: list[Any], down: Any, across: Any, *, along_k: bool = False
     key = (str(along_k), *(f"{operand.get_name()} {operand.get_layout()}" for operand in operands))
     if key not in cache:
         width = across * (TILE_ROWS * TILE_BLOCKS)
-        layout = ir.FixedLayout(operands[0].get_device_or_error(), torch.uint8, [down, width])
         groups = int(operands[1].get_size()[0]) if len(operands) > 1 else 0
-        tiles = call.only(
+        (tiles,) = call.only(
             TEMPLATE,
             operands,
-            layout,
+            [([down, width], torch.uint8)],
             num_warps=4,
             num_stages=1,
             BYTES=_BYTES,

@@ -1,4 +1,4 @@
-"""Replaces operators in the prologue of a cast, which Inductor generates, with cheaper operators.
+"""Kernels of casts: the tile of a program, and cheaper operators in the prologue that Inductor generates.
 
     a row's statistic, a column's weight      loaded once a row or column, and broadcast
     1 / (1 + exp(−x)) before BF16             the chip's approximations (`lowering.kernels.packed.sigmoid`)
@@ -16,10 +16,27 @@ import re
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.select_algorithm import TritonTemplate, TritonTemplateKernel
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, TritonTemplateKernel
 
 from mxcompile.lowering.choices import configs
 from mxcompile.lowering.targets import of_device
+
+TILE_INDICES = r"""
+    M = {{size("X", 0)}}
+    N = {{size("X", 1)}}
+    pid_m = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+"""
+"""Source: the rows `rm` and columns `rn` of a tile of X [M, N]."""
+
+
+@SymbolicGridFn
+def grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
+    """Returns the grid: one program per tile."""
+    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
+
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ \(tl\.broadcast_to\(([^\[\]]*), \[BLOCK_M, BLOCK_N\]\)\), mask\b")
 _SIGMOID = re.compile(

@@ -9,22 +9,18 @@ has stride 0 and is not copied. Scales are row-major bytes. Operands may be pack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import expand
-from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
+from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.templates.coding import HEAD, Coding
-from mxcompile.lowering.templates.tile import STORE, TILE, select
+from mxcompile.lowering.templates.tile import IMPORTS, STORE, TILE, batch_grid, select
 
 _SOURCE = (
-    r"""
-from mxcompile.lowering.kernels import scaled_tile
-from mxcompile.lowering.kernels.scaled_tile import tile_of
-"""
+    IMPORTS
     + HEAD.replace("OTHERS", "[]")
     + r"""
     M = {{size("A", 1)}}
@@ -61,12 +57,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
 )
 
 
-@SymbolicGridFn
-def _grid(q: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
-    return q * cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), 1, 1
-
-
-TEMPLATE = TritonTemplate(name="mx_scaled_bmm", grid=_grid, source=_SOURCE)
+TEMPLATE = TritonTemplate(name="mx_scaled_bmm", grid=batch_grid, source=_SOURCE)
 
 
 def lower(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import permute, register_lowering
-from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
+from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
@@ -37,13 +37,10 @@ from mxcompile.lowering.templates import (
     vendor,
 )
 from mxcompile.lowering.templates.coding import HEAD, Coding
-from mxcompile.lowering.templates.tile import STORE, TILE, select
+from mxcompile.lowering.templates.tile import IMPORTS, STORE, TILE, batch_grid, rows_grid, select
 
 _ROWS_SOURCE = (
-    r"""
-from mxcompile.lowering.kernels import scaled_tile
-from mxcompile.lowering.kernels.scaled_tile import tile_of
-"""
+    IMPORTS
     + HEAD.replace("OTHERS", '["OFFS"]')
     + r"""
     M = {{size("A", 0)}}
@@ -66,10 +63,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
 )
 
 _K_SOURCE = (
-    r"""
-from mxcompile.lowering.kernels import scaled_tile
-from mxcompile.lowering.kernels.scaled_tile import tile_of
-"""
+    IMPORTS
     + HEAD.replace("OTHERS", '["OFFS"]')
     + r"""
     M = {{size("A", 0)}}
@@ -94,20 +88,8 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
 )
 
 
-@SymbolicGridFn
-def _rows_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
-    if meta["COLUMNS"]:
-        m, n = n, m
-    return (cdiv(m, meta["BLOCK_M"]) + meta["NUM_GROUPS"]) * cdiv(n, meta["BLOCK_N"]), 1, 1
-
-
-@SymbolicGridFn
-def _k_grid(g: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
-    return g * cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), 1, 1
-
-
-ROWS_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm", grid=_rows_grid, source=_ROWS_SOURCE)
-K_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm_k", grid=_k_grid, source=_K_SOURCE)
+ROWS_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm", grid=rows_grid, source=_ROWS_SOURCE)
+K_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm_k", grid=batch_grid, source=_K_SOURCE)
 
 
 @register_lowering(ops.grouped_matmul, type_promotion_kind=None)
@@ -194,7 +176,6 @@ def _tiled(
 def _tried(
     template: TritonTemplate, tiles: list[TiledConfig], groups: int, coding: Coding, **keywords: bool
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns `template` with the arguments for each of `tiles`."""
     shared = {**coding.arguments, "BIASED": False, **keywords}
     return [(template, scaled_grouped_mm_tiled.arguments(tile, groups) | shared) for tile in tiles]
 

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from textwrap import indent
 from typing import Any
 
-from torch._inductor.select_algorithm import SymbolicGridFn
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.chips.tiles import TiledConfig
@@ -30,6 +29,7 @@ from mxcompile.lowering.choices import configs
 from mxcompile.lowering.templates import persistent
 from mxcompile.lowering.templates.coding import GAIN, HEAD
 from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
+from mxcompile.lowering.templates.tile import batch_grid, rows_grid
 
 _ROWS_SOURCE = (
     r"""
@@ -111,21 +111,8 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 )
 
 
-@SymbolicGridFn
-def _rows_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:  # noqa: A002
-    if meta["COLUMNS"]:
-        m, n = n, m
-    tiles = (cdiv(m, meta["BLOCK_M"]) + meta["NUM_GROUPS"]) * cdiv(n, meta["BLOCK_N"])
-    return min(meta["NUM_SMS"], tiles), 1, 1
-
-
-@SymbolicGridFn
-def _k_grid(g: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:  # noqa: A002
-    return min(meta["NUM_SMS"], g * cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])), 1, 1
-
-
-ROWS_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_tiled", grid=_rows_grid, source=_ROWS_SOURCE)
-K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=_k_grid, source=_K_SOURCE)
+ROWS_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_tiled", grid=rows_grid, source=_ROWS_SOURCE)
+K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=batch_grid, source=_K_SOURCE)
 
 
 def arguments(tile: TiledConfig, groups: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from mxcompile.lowering.inductor.blocks import Index, as_float, elementwise
 from mxcompile.lowering.inductor.scales import inverse_scale_value, scale_value
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import empty
 from mxcompile.ops.watch import FIELDS, LENGTH
 
 _SOURCE = r"""
@@ -113,13 +112,11 @@ class _Cast:
         """Returns the statistics, and the scale bytes [number, blocks down, blocks across]."""
         number, m, n = self.x.get_size()
         tiles = number * CeilDiv(m, _TILE.block_m) * CeilDiv(n, _TILE.block_n)
-        rows = empty(self.x, [tiles, LENGTH], torch.float64)
         blocks = [number, CeilDiv(m, self.height), CeilDiv(n, self.width)]
-        byte = call.only(
+        byte, rows = call.only(
             TEMPLATE,
-            [self.x, rows.data],
-            ir.FixedLayout(self.device, torch.uint8, blocks),
-            written=[rows.data],
+            [self.x],
+            [(blocks, torch.uint8), ([tiles, LENGTH], torch.float64)],
             num_stages=1,
             num_warps=_TILE.num_warps,
             BLOCK_M=_TILE.block_m,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.select_algorithm import TritonTemplate
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.chips.tiles import MatmulConfig
@@ -20,6 +20,12 @@ from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.coding import GAIN, Coding
 from mxcompile.lowering.templates.examples import Make, dense
+
+IMPORTS = r"""
+from mxcompile.lowering.kernels import scaled_tile
+from mxcompile.lowering.kernels.scaled_tile import tile_of
+"""
+"""Source: what the templates that use `TILE` import."""
 
 TILE = r"""
     stride_am = {{stride("A", -2)}}
@@ -59,6 +65,22 @@ STORE = r"""
                    val_shape=("BLOCK_N", "BLOCK_M") if SWAP else ("BLOCK_M", "BLOCK_N"))}}
 """
 """Source: stores the tile. INDICES: name of an index for each dimension of the result."""
+
+
+@SymbolicGridFn
+def batch_grid(q: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:  # noqa: A002
+    """Returns the grid of a product for each of `q` entries: a program per tile, or NUM_SMS programs."""
+    tiles = q * cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])
+    return min(meta.get("NUM_SMS", tiles), tiles), 1, 1
+
+
+@SymbolicGridFn
+def rows_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:  # noqa: A002
+    """Returns the grid of groups of rows, or of columns: as many programs as in `batch_grid`."""
+    if meta["COLUMNS"]:
+        m, n = n, m
+    tiles = (cdiv(m, meta["BLOCK_M"]) + meta["NUM_GROUPS"]) * cdiv(n, meta["BLOCK_N"])
+    return min(meta.get("NUM_SMS", tiles), tiles), 1, 1
 
 
 def select(
