@@ -18,7 +18,6 @@ CPU_FP32 = "cpu_fp32"
 
 
 def _targets() -> Iterator[Target]:
-    """Yields the targets of every file of chips."""
     for module in pkgutil.iter_modules(chips.__path__):
         yield from getattr(importlib.import_module(f"{chips.__name__}.{module.name}"), "TARGETS", ())
 

@@ -18,13 +18,7 @@ from torch._inductor import config
 from mxcompile.errors import TargetError
 from mxcompile.formats import BLOCK, num_blocks
 from mxcompile.lowering import optional
-from mxcompile.lowering.chips.tiles import (
-    MatmulConfig,
-    ScaledChoices,
-    TileConfig,
-    TiledConfig,
-    Unsupported,
-)
+from mxcompile.lowering.chips.tiles import MatmulConfig, ScaledChoices, TileConfig, TiledConfig, Unsupported
 from mxcompile.lowering.targets import Target
 from mxcompile.versions import newer
 

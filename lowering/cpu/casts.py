@@ -101,7 +101,6 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 
 
 def _progress() -> _Progress:
-    """Returns the progress of the current graph."""
     return _PROGRESS.setdefault(V.graph, _Progress())
 
 

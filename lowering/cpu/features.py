@@ -38,11 +38,7 @@ _FP16 = {
     "avx10_2": ("AVX10.2", "AVX10_2_512"),
     "avx512_fp16": ("AVX-512 FP16", "AVX10_1_512"),
 }
-_INT8 = {
-    "i8mm": ("I8MM", ""),
-    "dot": ("DotProd", ""),
-    "avx512_vnni": ("AVX-512 VNNI", "AVX512_CORE_VNNI"),
-}
+_INT8 = {"i8mm": ("I8MM", ""), "dot": ("DotProd", ""), "avx512_vnni": ("AVX-512 VNNI", "AVX512_CORE_VNNI")}
 _VECTORS = {
     "avx512_f": ("AVX-512", "AVX512_CORE"),
     "avx2": ("AVX2", "AVX2"),
@@ -147,10 +143,7 @@ def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
         return next(names, "")
 
     return Features(
-        vectors=first(_VECTORS) or _NO_VECTORS,
-        bf16=first(_BF16),
-        fp16=first(_FP16),
-        int8=first(_INT8),
+        vectors=first(_VECTORS) or _NO_VECTORS, bf16=first(_BF16), fp16=first(_FP16), int8=first(_INT8)
     )
 
 

@@ -67,5 +67,4 @@ def _across(node: fx.Node) -> tuple[bool, bool]:
 
 
 def _laid_out(side: Sequence[ir.TensorBox], *, transposed: bool) -> Sequence[ir.TensorBox]:
-    """Returns codes and scales, or their transposes."""
     return [permute(part, [1, 0]) for part in side] if transposed else side

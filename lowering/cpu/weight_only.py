@@ -65,13 +65,9 @@ def _unquantized(
     size = [x.get_size()[0], *weight.get_size()]
 
     def body(words: CppNames) -> str:
-        arguments = [
-            words.pointer("x"),
-            words.pointer("w"),
-            words.optional("bias"),
-            words.size_arguments(*size),
-        ]
-        return f"mxcompile::few_rows_mm({', '.join(arguments)}, {words.threads}, {words.pointer('out')});"
+        x, w, out = map(words.pointer, ("x", "w", "out"))
+        tail = f"{words.optional('bias')}, {words.size_arguments(*size)}, {words.threads}"
+        return f"mxcompile::few_rows_mm({x}, {w}, {tail}, {out});"
 
     inputs = {"x": kernel.stored(x), "w": kernel.stored(weight)}
     return kernel.product("few_rows_mm.h", body, inputs, bias, size[:2], out_dtype)

@@ -79,7 +79,6 @@ def lower_cast(
 
 
 def _looped(call: CastCall, position: int) -> Results:
-    """Returns the tensors of a copy, made by loops."""
     x, copy, scale, amax = call.x, call.copies[position], call.scales[position], call.amaxes[position]
     supported = Copy(format=copy.format, dim=copy.dim, dtype=copy.dtype, part=copy.part)
     assert copy.is_mx or copy == supported, f"no loops make {copy}"

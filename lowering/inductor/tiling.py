@@ -47,7 +47,6 @@ def tiled_size(rows: Any, blocks: Any) -> Any:
 
 
 def _tiles(rows: Any, blocks: Any) -> tuple[Any, Any]:
-    """Returns the numbers of tiles down and across."""
     # not `scale_tiles.tiled_length`: the // of sympy is a floor, which Inductor computes in floating point
     return FloorDiv(rows + TILE_ROWS - 1, TILE_ROWS), FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS)
 

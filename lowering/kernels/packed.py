@@ -177,7 +177,6 @@ def _low(pair):
 
 @triton.jit
 def _halves(pairs):
-    """Returns the halves of int32 [R, C / 2] as uint16 [R, C]."""
     return tl.reshape(tl.join(_low(pairs), _low(pairs >> 16)), (pairs.shape[0], 2 * pairs.shape[1]))
 
 

@@ -63,7 +63,6 @@ def largest_code(elem):
 
 @triton.constexpr_function
 def _dropped_bits(elem):
-    """Returns how many of FP32's mantissa bits the format does not have."""
     return 23 - formats.ELEMENTS[elem].mantissa_bits
 
 
@@ -75,7 +74,6 @@ def _exponent_bits(elem, above):
 
 @triton.constexpr_function
 def _half(bits):
-    """Returns half of 2^`bits`."""
     return 1 << (bits - 1)
 
 

@@ -36,7 +36,6 @@ def _attention(
 
 
 def _numbers(elements: Tensor, scales: Tensor | None, fmt: str) -> Tensor:
-    """Returns keys or values in FP32."""
     if scales is None:
         return elements.to(torch.float32)
     return decoded(elements.view(Format.parse(fmt).elem.dtype), scales, -1, fmt, torch.float32)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,31 +82,22 @@ def _matmul(
     format_a: str,
     format_b: str,
     tensors: Sequence[Tensor] | None = None,
+    *,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
-    a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
-    return _rounded(a @ b, out_dtype, bias, tensors)
+    out = multiply(_values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b))
+    return _rounded(out * functools.reduce(torch.mul, tensors) if tensors else out, out_dtype, bias)
 
 
 def _grouped_matmul(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    format_a: str,
-    format_b: str,
-    tensors: Sequence[Tensor] | None = None,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, *how: Any
 ) -> Tensor:
-    a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
-    return _rounded(grouped_product(a, b, offs), out_dtype, None, tensors)
+    multiply = functools.partial(grouped_product, offs=offs)
+    return _matmul(a, scale_a, b, scale_b, None, *how, multiply=multiply)
 
 
-def _rounded(
-    out: Tensor, out_dtype: torch.dtype, bias: Tensor | None, tensors: Sequence[Tensor] | None = None
-) -> Tensor:
-    """Returns the FP32 product `out` (· scales of tensors) (+ bias), rounded once to `out_dtype`."""
-    out = out * functools.reduce(torch.mul, tensors) if tensors else out
+def _rounded(out: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Returns the FP32 product `out` (+ bias), rounded once to `out_dtype`."""
     return (out if bias is None else out + bias).to(out_dtype)
 
 

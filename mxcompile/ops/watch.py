@@ -138,7 +138,6 @@ def scale_histogram(scale: Tensor) -> Tensor:
 
 
 def _spaced_elements(values: Tensor, keep: int) -> Tensor:
-    """Returns `keep` elements of `values`, evenly spaced."""
     if not keep:
         return values.new_zeros(0)
     places = torch.arange(keep, device=values.device) * values.numel() // keep
