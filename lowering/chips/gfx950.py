@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mxcompile.formats import ScaleType
 from mxcompile.lowering.chips.target import MAMF, UNKNOWN, Peak, amd, shares
-from mxcompile.lowering.chips.tiles import (
-    FP4_CAST,
-    FP8_CAST,
-    FUSED_FEW,
-    NO_TENSOR_MEMORY,
-    QUANTIZE,
-    WEIGHT_ONLY_AMD,
-    ChipTiles,
-    MatmulConfig,
-    ScaledChoices,
-)
+from mxcompile.lowering.chips.tiles import FUSED_FEW, MX_TILES, WEIGHT_ONLY_AMD, MatmulConfig, ScaledChoices
 
-_TILES = ChipTiles(
-    quantize=QUANTIZE,
-    fp8_cast=FP8_CAST,
-    fp4_cast=FP4_CAST,
+_TILES = replace(
+    MX_TILES,
     scaled_mm=ScaledChoices(
         many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=2),
         few=MatmulConfig(block_m=16, block_n=128, block_k=256, num_warps=4, num_stages=2),
         few_rows=32,
         swap_few=False,
     ),
-    scaled_mm_tiled=NO_TENSOR_MEMORY,
     fused_quantize_mm=ScaledChoices(
         many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=2),
         few=MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=2),

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mxcompile.formats import ScaleLayout, ScaleType
 from mxcompile.lowering.chips.target import MAMF, Peak, nvidia, shares
-from mxcompile.lowering.chips.tiles import (
-    FP4_CAST,
-    FP8_CAST,
-    QUANTIZE,
-    WEIGHT_ONLY,
-    ChipTiles,
-    MatmulConfig,
-    ScaledChoices,
-    TiledConfig,
-)
+from mxcompile.lowering.chips.tiles import MX_TILES, MatmulConfig, ScaledChoices, TiledConfig
 
 # Triton 3.9 needs more tensor memory than the chip has for a warp-specialised tile of 256 columns.
 _TILED = (
@@ -33,10 +25,8 @@ _TILED = (
     ),
 )
 
-_TILES = ChipTiles(
-    quantize=QUANTIZE,
-    fp8_cast=FP8_CAST,
-    fp4_cast=FP4_CAST,
+_TILES = replace(
+    MX_TILES,
     scaled_mm=ScaledChoices(
         many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=4, num_stages=4),
         few=MatmulConfig(block_m=128, block_n=32, block_k=256, num_warps=4, num_stages=3),
@@ -51,7 +41,6 @@ _TILES = ChipTiles(
         few_rows=64,
         swap_few=True,
     ),
-    weight_only_mm=WEIGHT_ONLY,
     more_scaled_mm=(
         MatmulConfig(block_m=128, block_n=128, block_k=256, num_warps=8, num_stages=2),
         MatmulConfig(block_m=128, block_n=64, block_k=128, num_warps=4, num_stages=4),

@@ -7,22 +7,17 @@ from dataclasses import replace
 from mxcompile.formats import ScaleLayout, ScaleType
 from mxcompile.lowering.chips.target import Peak, nvidia, shares
 from mxcompile.lowering.chips.tiles import (
-    FP4_CAST,
-    FP8_CAST,
     FUSED_FEW,
-    NO_TENSOR_MEMORY,
+    MX_TILES,
     QUANTIZE,
-    WEIGHT_ONLY,
-    ChipTiles,
     MatmulConfig,
     ScaledChoices,
     TileConfig,
 )
 
-_TILES = ChipTiles(
+_TILES = replace(
+    MX_TILES,
     quantize=replace(QUANTIZE, both=TileConfig(block_m=32, block_n=256, num_warps=4)),
-    fp8_cast=FP8_CAST,
-    fp4_cast=FP4_CAST,
     scaled_mm=ScaledChoices(
         # addresses of MN-major operands, read byte by byte, need the registers that block_k=128 would take
         many=MatmulConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
@@ -32,14 +27,12 @@ _TILES = ChipTiles(
         swap_few=False,
         gathered=MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=8, num_stages=3),
     ),
-    scaled_mm_tiled=NO_TENSOR_MEMORY,
     fused_quantize_mm=ScaledChoices(
         many=MatmulConfig(block_m=64, block_n=128, block_k=64, num_warps=8, num_stages=3),
         few=MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3),
         few_rows=32,
         swap_few=False,
     ),
-    weight_only_mm=WEIGHT_ONLY,
     more_scaled_mm=(
         MatmulConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=3),
         MatmulConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3),

@@ -162,6 +162,15 @@ def weight_only(warps: int, gemv: int, dot: int) -> WeightOnlyChoices:
 WEIGHT_ONLY = weight_only(2, 3, 4)
 WEIGHT_ONLY_AMD = weight_only(4, 2, 2)
 
+MX_TILES = ChipTiles(
+    quantize=QUANTIZE,
+    fp8_cast=FP8_CAST,
+    fp4_cast=FP4_CAST,
+    scaled_mm_tiled=NO_TENSOR_MEMORY,
+    weight_only_mm=WEIGHT_ONLY,
+)
+"""Tile configs that chips share which multiply MX operands; each has its own for these products."""
+
 EMULATED_TILES = ChipTiles(
     quantize=VALUES,
     fp8_cast=FP8_CAST,
