@@ -183,16 +183,10 @@ def _for_pairs(of_blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_scales(
-    even,
-    odd,
-    tensor_gain,
-    BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    PTX: tl.constexpr,
-    BF16: tl.constexpr,
-):
+    even, odd, tensor_gain,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ROUNDING: tl.constexpr, PTX: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
     """Returns scale bytes uint8 [R, G, C / BLOCK] of blocks along rows, and factors [R, G, C / 2] of pairs.
 
     tensor_gain: `gain` of the tensor, for nvfp4.
@@ -205,16 +199,10 @@ def row_scales(
 
 @triton.jit
 def column_scales(
-    even,
-    odd,
-    tensor_gain,
-    BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
-    TWO_LEVEL: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    PTX: tl.constexpr,
-    BF16: tl.constexpr,
-):
+    even, odd, tensor_gain,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr, TWO_LEVEL: tl.constexpr,
+    ROUNDING: tl.constexpr, PTX: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
     """Returns uint8 scales [G, C] of blocks along columns; factors [1, G, C / 2] of even and odd columns."""
     if SQUARE:
         amax = _blocks_largest(even, odd, BLOCK, True, BF16)

@@ -104,17 +104,10 @@ def load_words(
 
 @triton.jit
 def load_tiled(
-    ptr,
-    first_row,
-    step,
-    rows,
-    K,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
+    ptr, first_row, step, rows, K,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr = tiles.BLOCK,
-):
+):  # fmt: skip
     """Returns scales [ROWS, BLOCKS] of tiled scales [rows, K / BLOCK], from `first_row` and step · BLOCKS on.
 
     first_row: a multiple of ROWS. Scales outside of the tiles are 0. EVEN: whether all are inside. WORDS:
