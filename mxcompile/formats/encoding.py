@@ -97,10 +97,8 @@ def tensor_amax(x: Tensor, dim: int | None = None) -> Tensor:
 
     The magnitude is 0 if there are no elements.
     """
-    size = [1] if dim is None else list(x.shape)
+    size = [1] if dim is None else scale_shape(x.shape, dim, Tile.CHANNEL)
     dims = list(range(x.ndim)) if dim is None else [dim]
-    if dim is not None:
-        size[dim] = 1
     if not x.numel():
         return x.new_zeros(size, dtype=torch.float32)
     return x.to(torch.float32).abs().amax(dims).reshape(size)

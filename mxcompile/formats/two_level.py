@@ -52,15 +52,13 @@ def inverse_e4m3_scale(scale: Tensor, amax: Tensor, fmt: Format) -> Tensor:
     return (1.0 / (scale.to(torch.float32) * (1.0 / gain(amax, fmt)))).clamp(max=FP32_MAX)
 
 
-def candidates(tile_amax: Tensor, amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Returns scale6 and scale4 for the maxima `tile_amax` of tiles. amax: see `gain`."""
-    over = tile_amax / torch.full_like(tile_amax, fmt.elem.max) * gain(amax, fmt)
-    return _e4m3(over), _e4m3(over * WIDER)
-
-
 def better(tile_amax: Tensor, amax: Tensor, fmt: Format, error: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns for each tile the candidate with the smaller error. error: maps scales to errors of tiles."""
-    six, four = candidates(tile_amax, amax, fmt)
+    """Returns for each tile the candidate with the smaller error.
+
+    tile_amax: maxima of tiles. amax: see `gain`. error: maps scales to errors of tiles.
+    """
+    over = tile_amax / torch.full_like(tile_amax, fmt.elem.max) * gain(amax, fmt)
+    six, four = _e4m3(over), _e4m3(over * WIDER)
     chosen = torch.where(error(four) < error(six), four.to(torch.float32), six.to(torch.float32))
     return chosen.to(E4M3.dtype)
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import AmaxKind, Format
-from mxcompile.formats.encoding import fp32_scale, tensor_amax
-from mxcompile.ops.define import LIBRARY, Spec, define
+from mxcompile.formats import AmaxKind, Format, Tile
+from mxcompile.formats.encoding import fp32_scale, scale_shape, tensor_amax
+from mxcompile.ops.define import LIBRARY, define
 
 OPERANDS = ("x", "w", "dy")
 """The operands of a layer, in the order of its state."""
@@ -29,13 +29,6 @@ OPERANDS = ("x", "w", "dy")
 
 def _tapped(w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return w.clone(), torch.zeros_like(state)
-
-
-def _spec_largest(x: Tensor, dim: int | None = None) -> list[Spec]:
-    if dim is None:
-        return [((1,), torch.float32)]
-    at = dim % x.ndim
-    return [([*x.shape[:at], 1, *x.shape[at + 1 :]], torch.float32)]
 
 
 def _mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> Tensor:
@@ -64,7 +57,11 @@ def _gradients(ctx: Any, dw: Tensor, _: Any) -> tuple[Tensor, Tensor]:
 
 
 slot = define("slot(Tensor state) -> Tensor", torch.zeros_like, lambda state: [(state.shape, state.dtype)])
-largest = define("largest(Tensor x, int? dim=None) -> Tensor", tensor_amax, _spec_largest)
+largest = define(
+    "largest(Tensor x, int? dim=None) -> Tensor",
+    tensor_amax,
+    lambda x, dim=None: [((1,) if dim is None else scale_shape(x.shape, dim, Tile.CHANNEL), torch.float32)],
+)
 mean = define(
     "mean(Tensor state, int row, Tensor amax, str fmt) -> Tensor",
     _mean,
