@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import mxcompile
 from mxcompile import ops
+from mxcompile.graph import dead
 from mxcompile.graph.tags import Kind, set_tag
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import CachedAttention
@@ -97,6 +98,7 @@ def lowered(function, example_inputs: list[Tensor], target: str = "cpu") -> tupl
     candidates = list(step.candidates(module.graph))
     reasons = dict.fromkeys(candidates, step.obstacle) if step.obstacle else step.apply(module.graph)
     assert set(reasons) <= set(candidates)
+    dead.eliminate(module.graph)
     module.graph.lint()
     module.recompile()
     return module, list(reasons.values())

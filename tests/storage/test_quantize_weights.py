@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mxcompile
 from mxcompile import MXTensor
 from mxcompile.errors import ModelError, PolicyError
+from mxcompile.graph import dead
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.targets import TARGETS
@@ -116,6 +117,7 @@ def test_stored_weights_are_not_cast_again(monkeypatch):
     def look(graph, target, device, **_) -> None:
         if target.name == "sm_90":
             WeightOnly(target=TARGETS["sm_90"], device="cpu").apply(graph)
+            dead.eliminate(graph)
         calls = [str(node.target) for node in graph.nodes if node.op == "call_function"]
         casts_of_target[target.name] = calls
         kernels = [tag.kernel for node in graph.nodes for tag in tags_of(node)]
