@@ -172,16 +172,18 @@ def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
         return None
     assert all(copy.format == form for copy in more), f"one kernel makes copies of one format, not {copies}"
     elements = {copy.transposed: copy for copy in copies if copy.part is CopyPart.ELEMENTS}
-    known = {_side(copy): scale for copy, scale in zip(copies, cast.scales, strict=True) if scale is not None}
-    sides = {_side(copy) for copy in copies if copy.part is not CopyPart.LARGEST} - known.keys()
-    found = {} if form.tile.along == BLOCK else _scales(cast.x, form, sides)
-    scales = known | found
+    cast_scales = {
+        _side(copy): scale for copy, scale in zip(copies, cast.scales, strict=True) if scale is not None
+    }
+    sides = {_side(copy) for copy in copies if copy.part is not CopyPart.LARGEST} - cast_scales.keys()
+    new_scales = {} if form.tile.along == BLOCK else _scales(cast.x, form, sides)
+    scales = cast_scales | new_scales
     tensors: _Tensors = {(CopyPart.SCALES, side): scale for side, scale in scales.items()}
     if elements:
         tensors |= _cast(cast, scales, elements)
     else:
         tensors[CopyPart.LARGEST, False] = view(reduce_amax(_parts(cast.x)[0], (0, 1), True), [1])
-    if found and elements:  # the amax kernel computed the producer of x, and stored x
+    if new_scales and elements:  # the amax kernel computed the producer of x, and stored x
         cast_only: Any = tensors[CopyPart.ELEMENTS, False not in elements]
         cast_only.data.data.origins = OrderedSet([V.graph.current_node])
     keys = ((copy, _side(copy) if copy.part is CopyPart.SCALES else copy.transposed) for copy in copies)

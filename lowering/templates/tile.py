@@ -25,7 +25,7 @@ IMPORTS = r"""
 from mxcompile.lowering.kernels import scaled_tile
 from mxcompile.lowering.kernels.scaled_tile import tile_of
 """
-"""Source: what the templates that use `TILE` import."""
+"""Source: imports of the templates that use `TILE`."""
 
 TILE = r"""
     stride_am = {{stride("A", -2)}}
