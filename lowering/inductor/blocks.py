@@ -138,8 +138,3 @@ class ScaleBlocks:
         for dim, offset in zip(dims, offsets, strict=True):
             index[dim] = offset if dim in self.wholes else index[dim] * self.extents[dim] + offset
         return index
-
-    @property
-    def across_rows(self) -> bool:
-        """Whether each column of a CPU tensor has its own scale: loading it is faster than computing it."""
-        return self.device.type == "cpu" and self.extents[-1] == 1
