@@ -23,7 +23,7 @@ EMPTY = "a dimension is empty"
 CASTS = ("templates.casts",)
 """Templates of MXFP8 casts."""
 
-NATIVE = (*CASTS, "templates.scaled_mm", "templates.scaled_grouped_mm")
+NATIVE: tuple[str, ...] = (*CASTS, "templates.scaled_mm", "templates.scaled_grouped_mm")
 """Templates of MX products, and of casts of their operands."""
 
 FP8_CASTS = ("templates.fp8_casts",)
