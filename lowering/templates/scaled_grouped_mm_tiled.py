@@ -1,12 +1,10 @@
 """Inductor templates of ``mx.grouped_matmul`` on tiled scales, loads by the tensor memory accelerator.
 
-    groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
-    groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
-
-The kernels are persistent, as `scaled_mm_tiled`: a program per multiprocessor. `group_scales` tiles scales by
-group. A tile of rows begins at any row; it reads rows past its group's end, but does not store them.
-The accelerator reads zeros outside of `a` and `b`. The matrices of `b` are stacked. If they are K-major, the
-accelerator reads zeros past K. If they are N-major, it reads the next matrix, so K must be whole steps.
+The kernels compute what `scaled_grouped_mm` computes. They are persistent, as `scaled_mm_tiled`: a program
+per multiprocessor. `group_scales` tiles scales by group. A tile of rows begins at any row; it reads rows past
+its group's end, but does not store them. The accelerator reads zeros outside of `a` and `b`. The matrices of
+`b` are stacked. If they are K-major, the accelerator reads zeros past K. If they are N-major, it reads the
+next matrix, so K must be whole steps.
 
 Along K a group may begin and end inside blocks of 32 that it shares. Its descriptors cover its rows alone,
 and its steps begin at its first block's start, so that the accelerator reads zeros before the group's first

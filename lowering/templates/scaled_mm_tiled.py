@@ -1,10 +1,8 @@
 """Inductor template of ``mx.matmul`` on tiled scales: persistent, loads by the tensor memory accelerator.
 
-    acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
-    out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused
-
-The kernel makes descriptors on the device from plain pointers, so that it is called like other kernels. A
-program per multiprocessor loops over tiles of the result. The accelerator reads zeros outside of a matrix.
+The kernel computes what `scaled_mm` computes. It makes descriptors on the device from plain pointers, so that
+it is called like other kernels. A program per multiprocessor loops over tiles of the result. The accelerator
+reads zeros outside of a matrix.
 
 `fits` checks conditions; ``templates.scaled_mm`` runs all other products with pointers.
 """
