@@ -9,8 +9,8 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, Tile
-from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import COLLECTIVES, argument, packet
+from mxcompile.graph.reshapes import producing_call
 from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of

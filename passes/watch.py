@@ -23,8 +23,8 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import packet
+from mxcompile.graph.reshapes import producing_call
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
 from mxcompile.ops.view import Cast, Product, results_of
 from mxcompile.policy import Gemm

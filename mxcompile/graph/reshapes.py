@@ -1,4 +1,11 @@
-"""Chains of operators that reorder all elements of a tensor: following, repeating and inverting them."""
+"""Chains of operators that reorder all elements of a tensor: following, repeating and inverting them.
+
+`producing_call` finds the cast behind an operand of a product, through views, copies and picks of its qdata.
+
+    q, s = quantize(w)  →  index(q, [experts])  →  t  →  scaled_mm(…)         cast; steps index, t
+
+The same steps map w to the operand's unquantized values (`retaken`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import COPIES, RESHAPES, argument, aten, packet, permutation
+from mxcompile.graph.opsets import COPIES, PICKS, RESHAPES, VIEWS, argument, aten, packet, permutation
 from mxcompile.graph.tags import value_of
+from mxcompile.ops.view import result_of
 
 Chain = tuple[fx.Node, ...]
 """Nodes in order. Each reads the previous node."""
@@ -26,6 +34,16 @@ def chain_to(node: fx.Node) -> tuple[fx.Node, Chain]:
         steps.append(node)
         node = argument(node)
     return node, tuple(reversed(steps))
+
+
+def producing_call(part: fx.Node) -> tuple[fx.Node, Chain]:
+    """Returns the call that produces `part` (an operand's qdata or scales), and the steps to `part`."""
+    steps: list[fx.Node] = []
+    while packet(part) in VIEWS | COPIES | PICKS and part.target is not aten.view.dtype:
+        steps.append(part)
+        part = argument(part)
+    call, _ = result_of(part)
+    return part if call is None else call, tuple(reversed(steps))
 
 
 def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
