@@ -27,7 +27,7 @@ from mxcompile import ops
 from mxcompile.formats import Copy, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import SIZED_VIEWS, argument, aten, packet, prims
-from mxcompile.graph.tags import set_tag, tag_of, tensor, value_of
+from mxcompile.graph.tags import set_tag, tagged, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.ops.view import Cast, Product
 from mxcompile.passes.rows import EXCHANGES, arrives, is_conversion, is_zero, moved_rows
@@ -94,8 +94,7 @@ class _Moved:
         if any(rows not in steps and rows is not gather for step in steps for rows in moved_rows(step) or ()):
             return None
         moves = tuple(sorted(steps))
-        dtypes = _dtypes(gather, moves, casts)
-        if dtypes is None:
+        if (dtypes := _dtypes(gather, moves, casts)) is None:
             return None
         return _Moved(gather=gather, steps=moves, casts=tuple(casts), sizes=tuple(sizes), dtypes=dtypes)
 
@@ -147,9 +146,8 @@ def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> t
 
 def _explain_others(graph: fx.Graph) -> None:
     """Adds a reason to the GEMMs of layers with ``sent: mxfp8`` whose operands are still sent unquantized."""
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is None or tag.sent is not Sent.MXFP8 or tag.formats is None:
+    for node, tag in tagged(graph):
+        if tag.sent is not Sent.MXFP8 or tag.formats is None:
             continue
         for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
             cast = argument(untransposed(qdata)[0]) if operand != "w" else None
