@@ -27,15 +27,13 @@ def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = (
 
     through: products with a parameter that count as elementwise.
     """
-    value = tensor(node)
-    if value is None:
+    if (value := tensor(node)) is None:
         return 0
     dims = frozenset({dim % max(value.ndim, 1)})
     for _ in range(_STEPS):
         if node is root:
             return _labels(root, dims)
-        source = _argument_towards(node, root, through)
-        if source is None:
+        if (source := _argument_towards(node, root, through)) is None:
             return 0
         dims = before(node, source, dims)
         node = source
@@ -75,8 +73,7 @@ def product_behind(node: fx.Node, through: Container[fx.Node]) -> fx.Node | None
 
 
 def _labels(root: fx.Node, dims: frozenset[int]) -> int:
-    value = tensor(root)
-    if value is None:
+    if (value := tensor(root)) is None:
         return 0
     if packet(root) is aten.convolution:  # pointwise: channels are columns, pixels are rows
         return sum({COLUMN if dim == 1 else ROW for dim in dims})

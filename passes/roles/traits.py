@@ -51,8 +51,7 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
             marks[node] = 0
             continue
         key = id(node.target)
-        traits = by_operator.get(key)
-        if traits is None:
+        if (traits := by_operator.get(key)) is None:
             op = packet(node)
             by_operator[key] = traits = CALL | sum(trait for trait, members in _SETS if op in members)
         marks[node] = traits | MATMUL if KEY in node.meta else traits
