@@ -71,10 +71,8 @@ def in_force(rule: Rule) -> Rule:
 
 def deciding_rule(policy: Policy, layer: Layer) -> int | None:
     """Returns the index of the rule that decides for `layer`, or None if the preset decides."""
-    if layer.role not in ATTENTION_PRODUCTS:
-        return policy.rule_for(layer)
-    fitting = (i for i, rule in enumerate(policy.rules) if _matches_but_size(rule, layer))
-    return next((i for i in fitting if policy.rules[i].match.missed(layer) is None), None)
+    fitting = ((i, rule.match) for i, rule in enumerate(policy.rules) if _matches_but_size(rule, layer))
+    return next((i for i, match in fitting if match.missed(layer) is None), None)
 
 
 def _matches_but_size(rule: Rule, layer: Layer) -> bool:
