@@ -59,8 +59,7 @@ class Bodies:
 
 def _name(node: fx.Node) -> str:
     """Returns the name of the layer of `node`, a node of a flattened graph."""
-    owner = node.meta.get(OWNER_KEY)
-    if owner is None:
+    if (owner := node.meta.get(OWNER_KEY)) is None:
         return node.name
     return f"{owner.name}.{node.name}" if CALLS_KEY in node.meta else owner.name
 

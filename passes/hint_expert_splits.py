@@ -29,8 +29,7 @@ class HintExpertSplits:
         """Sets the hints of the unknown split sizes in `graph`."""
         for node in graph.find_nodes(op="call_function", target=_EXCHANGE):
             rows, received, sent, _ = node.args
-            value = tensor(rows)
-            if value is None:
+            if (value := tensor(rows)) is None:
                 continue
             for sizes in (sent, received):
                 _expect(sizes, hint(value.shape[0]))

@@ -105,8 +105,7 @@ def _stored(node: fx.Node | None) -> tuple[Dequantize, bool] | None:
 
     The second result is whether `node` casts the transpose of the decoded values.
     """
-    cast = Cast.from_node(node)
-    if cast is None:
+    if (cast := Cast.from_node(node)) is None:
         return None
     source, swapped = untransposed(cast.x)
     dequantize = Dequantize.from_node(source)

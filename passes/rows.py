@@ -65,8 +65,7 @@ def arrives(node: fx.Node) -> bool:
         if step in seen or step.target in EXCHANGES:
             continue
         seen.add(step)
-        rows = moved_rows(step)
-        if not rows:
+        if not (rows := moved_rows(step)):
             return False
         pending += rows
     return True

@@ -221,8 +221,7 @@ def _read_result(source: int, pid: int) -> bytes:
     used_s, idle_s = 0.0, 0  # a wall clock would count time in which both processes are stopped
     while idle_s < _IDLE_S:
         if ready.poll(1000):
-            chunk = os.read(source, 1 << 20)
-            if not chunk:
+            if not (chunk := os.read(source, 1 << 20)):
                 return b"".join(chunks)
             chunks.append(chunk)
             continue

@@ -113,8 +113,7 @@ def _format(tensor: Tensor, spec: str) -> str:
 
 @_disable_dynamo
 def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
-    fake = _answering(tensor)
-    if fake is None:
+    if (fake := _answering(tensor)) is None:
         return Tensor.numpy(tensor, force=force)
     with no_dispatch():
         return fake.fake_mode.values(fake).numpy(force=force)
@@ -122,8 +121,7 @@ def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
 
 @_disable_dynamo
 def _tolist(tensor: Tensor) -> Any:
-    fake = _answering(tensor)
-    if fake is None:
+    if (fake := _answering(tensor)) is None:
         return _OWN_LIST[type(tensor)](tensor)
     with no_dispatch():
         return fake.fake_mode.values(fake).tolist()
