@@ -51,9 +51,8 @@ class Bodies:
                 first = layers.get(tag.layer, tag)
                 tag = replace(tag, layer=names[tag.layer], role=first.role, evidence=first.evidence)
                 tags[node.meta[OWNER_KEY]].append(_hidden(tag, node) if CALLS_KEY in node.meta else tag)
-        for node in graph.nodes:
-            if node in tags:
-                set_tag(node, *tags[node])
+        for owner, of_owner in tags.items():
+            set_tag(owner, *of_owner)
         number(graph.nodes)
 
 

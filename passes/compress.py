@@ -84,8 +84,8 @@ class _Crossing:
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
         self._results, self._saved = list(returned[:num_outputs]), list(returned[num_outputs:])
-        placeholders = backward.find_nodes(op="placeholder")
-        self._ends: dict[str, fx.Node] = {node.name: node for node in placeholders}
+        inputs = backward.find_nodes(op="placeholder")
+        self._ends: dict[str, fx.Node] = {node.name: node for node in inputs}
         self._named = {node.name: node for node in forward.nodes}
         self._copies = _saved_copies(self._saved)
 
@@ -158,13 +158,11 @@ class _Crossing:
 
     def _cast(self, source: fx.Node, spec: Copy, like: fx.Node, steps: Chain) -> _Copy:
         """Returns the copy `spec` of `source`, from a cast in forward, or from a new cast behind `source`."""
-        value = value_of(source)
-        call = self._forward.call
         casts = (user for user in source.users if (view := Cast.from_node(user)) and view.copy == spec)
         if (cast := next(casts, None)) is None:
             with self._forward.graph.inserting_before(source.next):
-                cast = call(ops.cast, source, [str(spec)], like=like)
-                cast.meta["mx_itemsize"] = value.element_size()
+                cast = self._forward.call(ops.cast, source, [str(spec)], like=like)
+                cast.meta["mx_itemsize"] = value_of(source).element_size()
         with self._forward.graph.inserting_before(cast.next):
             qdata, scale = (
                 self._forward.pick(cast, index, f"{source.name}_{part}")

@@ -73,14 +73,14 @@ def record(
         paths[id(value)].append(path)
     inputs_flat, shape = tree_flatten((tuple(args), dict(kwargs)))
     indices = [index for index, leaf in enumerate(inputs_flat) if isinstance(leaf, Tensor)]
-
+    data = [inputs_flat[index] for index in indices]
     num_results = 0
 
-    def forward(values: list[Tensor], data: list[Tensor]) -> list[Tensor]:
+    def forward(values: list[Tensor], arguments: list[Tensor]) -> list[Tensor]:
         nonlocal num_results
         stored: dict[str, Tensor] = dict(zip(state, map(FunctionalTensor.to_functional, values), strict=True))
         leaves = list(inputs_flat)
-        for index, value in zip(indices, data, strict=True):
+        for index, value in zip(indices, arguments, strict=True):
             leaves[index] = FunctionalTensor.to_functional(value)
         positional, named = tree_unflatten(leaves, shape)
         marks = _Gradients()
@@ -97,13 +97,12 @@ def record(
 
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
-        graph = trace(list(state.values()), [inputs_flat[index] for index in indices]).graph
+        graph = trace(list(state.values()), data).graph
     output = graph.output_node()
     values: Any = output.args[0]
     output.args = (values[:num_results],)
     for node in values[num_results:]:
         node.meta[_KEPT] = True
-    data = [inputs_flat[index] for index in indices]
     inputs = [
         GraphInput(
             path=path, others=tuple(paths[id(value)][1:]), static=True, is_parameter=path in parameters

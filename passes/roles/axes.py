@@ -15,7 +15,7 @@ from torch import fx
 from mxcompile.graph.dims import before
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import numel, tags_of, tensor, value_of
+from mxcompile.graph.tags import numel, tags_of, tensor
 
 BATCH, ROW, COLUMN = 1, 2, 4
 
@@ -87,12 +87,11 @@ def _argument_towards(node: fx.Node, root: fx.Node, through: Container[fx.Node])
     arguments = [arg for arg in node.all_input_nodes if arg is root or not _ends(arg, through)]
     if root in arguments:
         return root
-    computed = [arg for arg in arguments if arg.op == "call_function" and tensor(arg) is not None]
+    calls = (arg for arg in arguments if arg.op == "call_function")
+    values = {arg: value for arg in calls if (value := tensor(arg)) is not None}
     # masks, row statistics and numbers are less than the tensor that they apply to
-    values = {arg: value_of(arg) for arg in computed}
-    return max(
-        computed, key=lambda arg: (values[arg].is_floating_point(), numel(values[arg].shape)), default=None
-    )
+    ranks = {arg: (value.is_floating_point(), numel(value.shape)) for arg, value in values.items()}
+    return max(ranks, key=ranks.__getitem__, default=None)
 
 
 def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:

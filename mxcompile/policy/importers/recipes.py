@@ -113,9 +113,8 @@ def _four_over_six(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
         raise setting.at("nvfp4_4over6_err_mode").error(not_allowed("error", value, allowed))
     if not chosen:
         return {}
-    bounds: dict[str, Any] = {
-        operand: min(BOUNDS) if operand in narrow else max(BOUNDS) for operand in chosen
-    }
+    least, most = min(BOUNDS), max(BOUNDS)
+    bounds: dict[str, Any] = {operand: least if operand in narrow else most for operand in chosen}
     return {"four_over_six": bounds if error == BlockError.MAE else {**bounds, "error": error}}
 
 
