@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mxcompile.models.names import GraphInput, HeldBy
+from mxcompile.models.patches import unwrapped_functional
 from mxcompile.models.tree import strays, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
@@ -93,7 +94,7 @@ def record(
         outputs = [*_tensors(results)]
         num_results = len(outputs)
         written = (*stored.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        return [_plain(value) for value in (*outputs, *written, *marks.alive())]
+        return [*map(unwrapped_functional, (*outputs, *written, *marks.alive()))]
 
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
@@ -237,15 +238,6 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
             handles.enter_context(module.register_forward_pre_hook(enter, prepend=True))
             handles.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-
-
-def _plain(value: Tensor) -> Tensor:
-    """Returns the tensor inside a functional tensor, after pending mutations."""
-    if not isinstance(value, FunctionalTensor):
-        return value
-    torch._functionalize_sync(value.elem)
-    inner: Tensor = torch._from_functional_tensor(value.elem)
-    return inner
 
 
 def _tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
