@@ -9,9 +9,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, Tile
-from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import COLLECTIVES, argument, packet
-from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tag_of, tensor, value_of
+from mxcompile.graph.reshapes import producing_call
+from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tagged, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import Product, result_of, results_of
@@ -26,9 +26,8 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[st
     count: number of layers that the module at a path stands for.
     """
     weights: dict[fx.Node, tuple[GemmTag, int]] = {}
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
+    for node, tag in tagged(graph):
+        if tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
             continue
         stored = stored_weight(node, tag.tensors.index("w"))
         value = tensor(stored)

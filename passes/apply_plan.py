@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ class ApplyPlan:
     """Sets roles from the plan. planned: forward GEMMs of the whole model by name."""
 
     name: ClassVar[str] = "apply_plan"
-    planned: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
+    planned: Mapping[str, tuple[GemmTag, ...]]
 
     def apply(self, graph: fx.Graph) -> None:
         """Sets the role, the evidence and the whole layer's sizes in the tags of `graph`."""

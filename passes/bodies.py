@@ -51,16 +51,14 @@ class Bodies:
                 first = layers.get(tag.layer, tag)
                 tag = replace(tag, layer=names[tag.layer], role=first.role, evidence=first.evidence)
                 tags[node.meta[OWNER_KEY]].append(_hidden(tag, node) if CALLS_KEY in node.meta else tag)
-        for node in graph.nodes:
-            if node in tags:
-                set_tag(node, *tags[node])
+        for owner, of_owner in tags.items():
+            set_tag(owner, *of_owner)
         number(graph.nodes)
 
 
 def _name(node: fx.Node) -> str:
     """Returns the name of the layer of `node`, a node of a flattened graph."""
-    owner = node.meta.get(OWNER_KEY)
-    if owner is None:
+    if (owner := node.meta.get(OWNER_KEY)) is None:
         return node.name
     return f"{owner.name}.{node.name}" if CALLS_KEY in node.meta else owner.name
 

@@ -18,12 +18,12 @@ from torch import fx
 from mxcompile.graph.tags import Evidence, GemmTag, Kind, set_tag, tags_of
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.roles.cuts import ends, live
-from mxcompile.passes.roles.feeds import FeedsSweep
+from mxcompile.passes.roles.feeds import Feeds
 from mxcompile.passes.roles.flow import DERIVATIVE, dependencies
 from mxcompile.passes.roles.precedence import role_of
 from mxcompile.passes.roles.products import Products
 from mxcompile.passes.roles.site import Model, Site
-from mxcompile.passes.roles.streams import StreamsSweep
+from mxcompile.passes.roles.streams import Streams
 from mxcompile.passes.roles.traits import traits_of
 from mxcompile.passes.roles.uses import CUT, RESULT, UsesSweep
 from mxcompile.policy import Gemm, Role
@@ -48,9 +48,9 @@ class Classify:
         depends = dependencies(graph, self.inputs)
         forward = [node for node in live(graph) if not depends[node] & DERIVATIVE]
         traits = traits_of(forward)
-        streams = StreamsSweep(forward, depends, traits).run()
+        streams = Streams(forward, depends, traits)
         cuts = frozenset(graph.find_nodes(op="placeholder") if self.is_cut else ())
-        origins = FeedsSweep(depends, traits, streams, cuts).run(forward)
+        origins = Feeds(forward, depends, traits, streams, cuts)
         end = CUT if self.is_cut else RESULT
         uses = UsesSweep(traits, origins, streams).run(forward, ends(graph, depends), end)
         model = Model(origins, uses, has_streams=bool(streams.joins), is_cut=self.is_cut)
@@ -60,8 +60,7 @@ class Classify:
             model.set_role(node, role)
         no_layer = {node.name for node in origins.products.no_layer}
         for node in graph.nodes:
-            tags = tags_of(node)
-            if tags:
+            if tags := tags_of(node):
                 set_tag(node, *(_classified(tag, verdicts, tag.layer in no_layer) for tag in tags))
 
 

@@ -84,8 +84,8 @@ class _Crossing:
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
         self._results, self._saved = list(returned[:num_outputs]), list(returned[num_outputs:])
-        placeholders = backward.find_nodes(op="placeholder")
-        self._ends: dict[str, fx.Node] = {node.name: node for node in placeholders}
+        inputs = backward.find_nodes(op="placeholder")
+        self._ends: dict[str, fx.Node] = {node.name: node for node in inputs}
         self._named = {node.name: node for node in forward.nodes}
         self._copies = _saved_copies(self._saved)
 
@@ -99,10 +99,10 @@ class _Crossing:
         value, end = tensor(node), self._ends.get(node.name)
         if value is None or value.dtype not in (torch.bfloat16, torch.float32) or value.ndim < 2:
             return False
-        strides = [hint(stride) for stride in value.stride()]
-        if end is None or node.meta.get(_KEPT_APART) or viewed(node).op == "placeholder" or 0 in strides:
+        is_repeated = 0 in map(hint, value.stride())
+        if end is None or node.meta.get(_KEPT_APART) or viewed(node).op == "placeholder" or is_repeated:
             return False
-        width = value.shape[memory_order(strides)[-1]]
+        width = value.shape[memory_order(value)[-1]]
         return isinstance(width, int) and width >= BLOCK and not _read_by_kept_product(end)
 
     def compress(self, node: fx.Node, tag: GemmTag) -> bool:
@@ -145,9 +145,7 @@ class _Crossing:
 
     def _new_copy(self, node: fx.Node, tag: GemmTag) -> _Copy:
         """Casts `node` along its innermost dimension in memory."""
-        value = value_of(node)
-        order = memory_order([hint(stride) for stride in value.stride()])
-        spec = Copy(format=Format())
+        order, spec = memory_order(value_of(node)), Copy(format=Format())
         if tag.formats is not None:
             fmt = tag.formats[tag.tensors.index("x")]
             if fmt.is_mx:
@@ -160,14 +158,11 @@ class _Crossing:
 
     def _cast(self, source: fx.Node, spec: Copy, like: fx.Node, steps: Chain) -> _Copy:
         """Returns the copy `spec` of `source`, from a cast in forward, or from a new cast behind `source`."""
-        value = value_of(source)
-        call = self._forward.call
         casts = (user for user in source.users if (view := Cast.from_node(user)) and view.copy == spec)
-        cast = next(casts, None)
-        if cast is None:
+        if (cast := next(casts, None)) is None:
             with self._forward.graph.inserting_before(source.next):
-                cast = call(ops.cast, source, [str(spec)], like=like)
-                cast.meta["mx_itemsize"] = value.element_size()
+                cast = self._forward.call(ops.cast, source, [str(spec)], like=like)
+                cast.meta["mx_itemsize"] = value_of(source).element_size()
         with self._forward.graph.inserting_before(cast.next):
             qdata, scale = (
                 self._forward.pick(cast, index, f"{source.name}_{part}")
@@ -204,9 +199,8 @@ class _Crossing:
 
     def _laid_out(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """Returns `node` with its dimensions in memory in the order of `like`."""
-        value, call = value_of(node), self._backward.call
-        order = memory_order([hint(stride) for stride in like.stride()])
-        if memory_order([hint(stride) for stride in value.stride()]) == order:
+        order, call = memory_order(like), self._backward.call
+        if memory_order(value_of(node)) == order:
             return node
         permuted = call(aten.permute.default, node, order, like=node)
         stored = call(aten.clone.default, permuted, like=node, memory_format=torch.contiguous_format)

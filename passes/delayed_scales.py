@@ -89,7 +89,6 @@ def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
     for op in (ops.known_scale, ops.mean):
         for node in graph.find_nodes(op="call_function", target=op):
             arguments = arguments_of(node)
-            position = input_index(arguments["state"])
-            if position is not None:
+            if (position := input_index(arguments["state"])) is not None:
                 lengths[position - first] = Format.parse(arguments["fmt"]).amax.history
     return tuple(sorted(lengths.items()))

@@ -118,9 +118,8 @@ class _Finder:
         is_layer = tag.kind is Kind.LINEAR
         if not is_layer or self.gradients.is_read(operands(node)[tag.tensors.index("w")]):
             return False
-        sides = {"x": "dy", "w": "w"}
-        first, second = (sides[name] for name in tag.tensors)
-        set_tag(node, replace(tag, gemm=Gemm.DGRAD, tensors=(first, second)))
+        tensors = ("dy", "w") if tag.tensors[0] == "x" else ("w", "dy")
+        set_tag(node, replace(tag, gemm=Gemm.DGRAD, tensors=tensors))
         self.gradients.add_without_forward(node)
         return True
 
@@ -129,8 +128,7 @@ class _Finder:
 
         of_data: see `Gradients.match`.
         """
-        gradient = self.gradients.match(node, of_data=of_data)
-        if gradient is None:
+        if (gradient := self.gradients.match(node, of_data=of_data)) is None:
             return False
         forward = tags_of(gradient.forward)
         if forward[0].kind is Kind.OPAQUE:

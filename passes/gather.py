@@ -15,7 +15,7 @@ source along tokens, so the source itself has to be sent. Numerics do not change
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ from mxcompile import ops
 from mxcompile.formats import Copy, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import SIZED_VIEWS, argument, aten, packet, prims
-from mxcompile.graph.tags import set_tag, tag_of, tensor, value_of
+from mxcompile.graph.tags import set_tag, tagged, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.ops.view import Cast, Product
 from mxcompile.passes.rows import EXCHANGES, arrives, is_conversion, is_zero, moved_rows
@@ -57,14 +57,15 @@ class Gather:
 class _Moved:
     """A collective `gather`, the `steps` that move its rows, and the equal `casts` that alone read the rows.
 
-    steps: in graph order. sizes: readers of the number of rows. dtypes: conversions before each cast, in
-    order.
+    steps: in graph order. copy: the copy that the casts make. sizes: readers of the number of rows. dtypes:
+    conversions before each cast, in order.
     """
 
     gather: fx.Node
     steps: tuple[fx.Node, ...]
-    casts: tuple[fx.Node, ...]
-    sizes: tuple[fx.Node, ...]
+    casts: Sequence[fx.Node]
+    copy: Copy
+    sizes: Sequence[fx.Node]
     dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
@@ -89,27 +90,26 @@ class _Moved:
                 elif user not in steps:
                     steps.add(user)
                     pending.append(user)
-        if not casts or len({_rowwise_copy(cast) for cast in casts}) > 1 or _rowwise_copy(casts[0]) is None:
+        copies = {_rowwise_copy(cast) for cast in casts}
+        if len(copies) != 1 or (copy := copies.pop()) is None:
             return None
         if any(rows not in steps and rows is not gather for step in steps for rows in moved_rows(step) or ()):
             return None
         moves = tuple(sorted(steps))
-        dtypes = _dtypes(gather, moves, casts)
-        if dtypes is None:
+        if (dtypes := _dtypes(gather, moves, casts)) is None:
             return None
-        return _Moved(gather=gather, steps=moves, casts=tuple(casts), sizes=tuple(sizes), dtypes=dtypes)
+        return _Moved(gather=gather, steps=moves, casts=casts, copy=copy, sizes=sizes, dtypes=dtypes)
 
     def write(self, build: Builder) -> None:
         """Replaces the nodes by a cast, a collective and moves of bytes."""
         graph, call = build.graph, build.call
-        x, copy = argument(self.gather), _rowwise_copy(self.casts[0])
+        x = argument(self.gather)
         value = value_of(x)
-        assert copy is not None
         width, last, byte = value.shape[-1], value.ndim - 1, torch.uint8
         with graph.inserting_before(self.gather):
             for dtype in self.dtypes:
                 x = call(prims.convert_element_type.default, x, dtype, like=self.casts[0])
-            cast = call(ops.cast, x, [str(copy)], like=self.casts[0])
+            cast = call(ops.cast, x, [str(self.copy)], like=self.casts[0])
             qdata, scale = build.results(cast)
             codes = call(aten.view.dtype, qdata, byte, like=cast)
             packed = call(aten.cat.default, [codes, scale], last, like=cast)
@@ -126,7 +126,7 @@ class _Moved:
                 build.replace(size, call(_SIZE, results[argument(size)], size.args[1], like=size))
         for old_cast in self.casts:
             with graph.inserting_before(old_cast):
-                parts = _unpacked(results[argument(old_cast)], width, copy.elem.dtype, build)
+                parts = _unpacked(results[argument(old_cast)], width, self.copy.elem.dtype, build)
             build.replace_results(old_cast, parts)
         for old in (*reversed(self.steps), self.gather):  # dead code elimination keeps collectives
             graph.erase_node(old)
@@ -147,9 +147,8 @@ def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> t
 
 def _explain_others(graph: fx.Graph) -> None:
     """Adds a reason to the GEMMs of layers with ``sent: mxfp8`` whose operands are still sent unquantized."""
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is None or tag.sent is not Sent.MXFP8 or tag.formats is None:
+    for node, tag in tagged(graph):
+        if tag.sent is not Sent.MXFP8 or tag.formats is None:
             continue
         for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
             cast = argument(untransposed(qdata)[0]) if operand != "w" else None

@@ -16,7 +16,7 @@ from torch import fx
 
 from mxcompile.graph.tags import hint, tensor
 
-_COLLECTIVES = torch.ops._c10d_functional
+_EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +27,9 @@ class HintExpertSplits:
 
     def apply(self, graph: fx.Graph) -> None:
         """Sets the hints of the unknown split sizes in `graph`."""
-        if not hasattr(_COLLECTIVES, "all_to_all_single"):
-            return
-        exchange = _COLLECTIVES.all_to_all_single.default
-        for node in graph.find_nodes(op="call_function", target=exchange):
+        for node in graph.find_nodes(op="call_function", target=_EXCHANGE):
             rows, received, sent, _ = node.args
-            value = tensor(rows)
-            if value is None:
+            if (value := tensor(rows)) is None:
                 continue
             for sizes in (sent, received):
                 _expect(sizes, hint(value.shape[0]))

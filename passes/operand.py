@@ -91,10 +91,8 @@ def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
     if str(cast.meta.get("original_aten", _MODEL_CAST)) != _MODEL_CAST:
         return False
     call = _call(cast)
-    values = Decode.from_node(before)
-    is_gathered = (
-        values is not None and values.form.tile == Tile.SQUARE
-    )  # a weight that was gathered in tiles
+    values = Decode.from_node(before)  # of a weight that was gathered in tiles
+    is_gathered = values is not None and values.form.tile == Tile.SQUARE
     if call is None or (call == _call(before) and not is_gathered):
         return False
     if "source_fn_stack" in cast.meta and call not in products:
@@ -123,8 +121,8 @@ def matrices(node: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
 
 
 def _matrix(operand: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
-    value = value_of(operand)
-    return operand if value.ndim > 1 else build.call(aten.unsqueeze.default, operand, 1, like=node)
+    is_vector = value_of(operand).ndim == 1
+    return build.call(aten.unsqueeze.default, operand, 1, like=node) if is_vector else operand
 
 
 def _rows(image: fx.Node, build: Builder, node: fx.Node) -> fx.Node:

@@ -160,22 +160,13 @@ class _Drawing:
         while path:
             self._with_matmuls.add(path)
             path = path.rpartition(".")[0]
-        attention = tag.kind is Kind.ATTENTION
         formula = tag.role.row.formula if tag.kind is Kind.PRODUCT else ""
+        label = formula or tag.name.rpartition(".")[2] or "(root)"
+        kind, label = ("attention", "attention") if tag.kind is Kind.ATTENTION else ("gemm", label)
         assert tag.choice is not None
-        return self._append(
-            self._node(
-                "attention" if attention else "gemm",
-                node,
-                tag.name,
-                "attention" if attention else formula or tag.name.rpartition(".")[2] or "(root)",
-                role=str(tag.role),
-                gemm=str(tag.gemm),
-                precision=str(tag.choice.precision),
-                source=tag.source,
-            ),
-            (self._after(sources), 0),
-        )
+        about = {"role": tag.role, "gemm": tag.gemm, "precision": tag.choice.precision, "source": tag.source}
+        words = {key: str(word) for key, word in about.items()}
+        return self._append(self._node(kind, node, tag.name, label, **words), (self._after(sources), 0))
 
     def _cast(self, node: fx.Node, sources: list[int]) -> int:
         label = detail = _operator(node)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from torch import fx
@@ -47,28 +46,23 @@ class Pass(Protocol):
         """Transforms `graph`, a valid graph, into a valid graph."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Context:
-    """Facts about a joint or inference graph that its nodes do not have.
+def joint_passes(
+    policy: Policy,
+    *,
+    strict: bool,
+    inputs: tuple[GraphInput, ...],
+    blocks: Blocks,
+    cut: str,
+    planned: Mapping[str, tuple[GemmTag, ...]],
+    tapped: bool,
+) -> tuple[Pass, ...]:
+    """Returns the passes over a joint or inference graph, in order.
 
     inputs: inputs of the captured graph. blocks: repeated blocks of the model. cut: reason why the graph is
     only a part of a model, or "". planned: the GEMMs of the whole model by name, if the graph is a part.
     tapped: whether weights come with the state of delayed scales.
     """
-
-    policy: Policy
-    strict: bool = False
-    inputs: tuple[GraphInput, ...] = ()
-    blocks: Blocks = field(default_factory=Blocks)
-    cut: str = ""
-    planned: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
-    tapped: bool = False
-
-
-def joint_passes(context: Context) -> tuple[Pass, ...]:
-    """Returns the passes over a joint or inference graph, in order."""
-    inputs, cut = context.inputs, context.cut
-    find = Find(inputs=inputs, blocks=context.blocks)
+    find = Find(inputs=inputs, blocks=blocks)
     classify = Classify(inputs=inputs, is_cut=bool(cut))
     return (
         DetachScaleState(),
@@ -78,9 +72,9 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
         classify,
         Unregistered(find=find, classify=classify),
         Bodies(find=find, classify=classify),
-        *((ApplyPlan(planned=context.planned),) if cut else ()),
-        Decide(policy=context.policy, strict=context.strict, cut=cut),
-        QuantizeGemms(tapped=context.tapped),
+        *((ApplyPlan(planned=planned),) if cut else ()),
+        Decide(policy=policy, strict=strict, cut=cut),
+        QuantizeGemms(tapped=tapped),
         Reuse(),
         Restore(),
         Share(),

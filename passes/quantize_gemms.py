@@ -28,7 +28,7 @@ from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import BIASED, CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
 from mxcompile.graph.shapes import offsets, operands
-from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor, value_of
+from mxcompile.graph.tags import GemmTag, numel, set_tag, tagged, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import result_of
 from mxcompile.passes.delayed_scales import States
@@ -61,13 +61,12 @@ class QuantizeGemms:
     def apply(self, graph: fx.Graph) -> None:
         """Rewrites the GEMMs of `graph` whose tags have formats."""
         writer = _GemmWriter(graph, tapped=self.tapped)
-        tagged = [(node, tag) for node in graph.nodes if (tag := tag_of(node)) and tag.formats is not None]
-        writer.record_ends(tagged)
-        for node, tag in tagged:
-            assert tag.formats is not None
-            writer.rewrite(node, tag, tag.formats)
-        for node in graph.nodes:
-            if (tag := tag_of(node)) and tag.forward is not None:
+        writer.record_ends(tagged(graph))
+        for node, tag in tagged(graph):
+            if tag.formats is not None:
+                writer.rewrite(node, tag, tag.formats)
+        for node, tag in tagged(graph):
+            if tag.forward is not None:
                 writer.dequantize(node, tag, tag.forward)
         writer.states.fill()
         dead.eliminate(graph)
@@ -90,10 +89,11 @@ class _GemmWriter:
         self._ends: set[tuple[fx.Node, fx.Node]] = set()
         self._masked: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
 
-    def record_ends(self, tagged: Sequence[tuple[fx.Node, GemmTag]]) -> None:
+    def record_ends(self, gemms: Sequence[tuple[fx.Node, GemmTag]]) -> None:
         """Records (tensor, offsets) of operands of grouped wgrads: they have rows past the last group."""
-        for node, tag in tagged:
-            offs = offsets(node) if is_grouped(node) and tag.gemm is Gemm.WGRAD else None
+        for node, tag in gemms:
+            is_wgrad = tag.formats is not None and tag.gemm is Gemm.WGRAD
+            offs = offsets(node) if is_wgrad and is_grouped(node) else None
             if isinstance(offs, fx.Node):
                 self._ends |= {(untransposed(side)[0], offs) for side in matrices(node, self._build)}
 
@@ -185,7 +185,8 @@ class _GemmWriter:
     ) -> fx.Node:
         """Returns the product of `a` and `b`, with the tags of `node`. extra: its bias, or its offsets."""
         sides = a.qdata, a.scale, b.qdata, b.scale
-        args = extra, _result(node).dtype, *self._format_args(a, b, formats, node)
+        result = value_of(next(iter(node.users)) if HALF in node.meta else node)
+        args = extra, result.dtype, *self._format_args(a, b, formats, node)
         product = self._build.call(op, *sides, *args, like=node)
         set_tag(product, *tags_of(node))
         return product
@@ -355,11 +356,6 @@ def _same(source: fx.Node) -> Any:
     if packet(source) not in VIEWS:
         return source
     return source.target, _same(argument(source)), str(source.args[1:]), str(source.kwargs)
-
-
-def _result(node: fx.Node) -> torch.Tensor:
-    """Returns the fake result of the GEMM `node`: the item that is read, if `node` returns a tuple."""
-    return value_of(next(iter(node.users)) if HALF in node.meta else node)
 
 
 def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:

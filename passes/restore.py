@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import MATMULS, argument, aten, gradient_index, packet
-from mxcompile.graph.tags import set_tag, tag_of, tags_of, value_of
+from mxcompile.graph.tags import set_tag, tagged, tags_of, value_of
 from mxcompile.passes.split import HALF, masked
 
 _Rules = Mapping[Any, Callable[..., Any]]
@@ -36,12 +36,10 @@ class Restore:
         """Joins split gradients and decomposes degenerate matmuls of `graph`; tags move to the results."""
         build, rules = Builder(graph, self.name), select_decomp_table()
         _join(graph, build)
-        for node in list(graph.nodes):
-            tag = tag_of(node)
-            if tag is None or tag.formats is not None or packet(node) not in MATMULS:
+        for node, tag in tagged(graph):
+            if tag.formats is not None or packet(node) not in MATMULS:
                 continue
-            traced = _traced(node, rules)
-            if traced is not None:
+            if (traced := _traced(node, rules)) is not None:
                 result, kernel = _inlined(traced, node, build)
                 set_tag(result, replace(tag, kernel=kernel))
                 build.replace(node, result)
@@ -74,8 +72,7 @@ def _join(graph: fx.Graph, build: Builder) -> None:
 
 def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
     """Returns Inductor's decomposition of `node` as a graph, None if Inductor keeps the operator."""
-    rule = rules.get(node.target)
-    if rule is None:
+    if (rule := rules.get(node.target)) is None:
         return None
 
     def called(function: Callable[..., Any], *values: Tensor) -> Any:

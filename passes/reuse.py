@@ -29,8 +29,8 @@ from mxcompile.errors import PolicyError
 from mxcompile.formats import BLOCK, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import aten
+from mxcompile.graph.reshapes import producing_call
 from mxcompile.graph.tags import numel, set_tag, tag_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
@@ -105,8 +105,7 @@ def _stored(node: fx.Node | None) -> tuple[Dequantize, bool] | None:
 
     The second result is whether `node` casts the transpose of the decoded values.
     """
-    cast = Cast.from_node(node)
-    if cast is None:
+    if (cast := Cast.from_node(node)) is None:
         return None
     source, swapped = untransposed(cast.x)
     dequantize = Dequantize.from_node(source)

@@ -12,11 +12,7 @@ from mxcompile.graph.tags import size_or_none, tensor
 from mxcompile.ops.view import argument_of, result_of
 
 _COLLECTIVES = torch.ops._c10d_functional
-EXCHANGES = tuple(
-    getattr(_COLLECTIVES, name).default
-    for name in ("all_gather_into_tensor", "all_to_all_single")
-    if hasattr(_COLLECTIVES, name)
-)
+EXCHANGES = _COLLECTIVES.all_gather_into_tensor.default, _COLLECTIVES.all_to_all_single.default
 """Collectives whose result consists of unchanged rows of the ranks' inputs."""
 
 _ALONG = frozenset({aten.slice, aten.split, aten.split_with_sizes, aten.index_select})
@@ -69,8 +65,7 @@ def arrives(node: fx.Node) -> bool:
         if step in seen or step.target in EXCHANGES:
             continue
         seen.add(step)
-        rows = moved_rows(step)
-        if not rows:
+        if not (rows := moved_rows(step)):
             return False
         pending += rows
     return True

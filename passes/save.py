@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mxcompile import ops
 from mxcompile.graph.opsets import argument
-from mxcompile.graph.tags import tag_of
+from mxcompile.graph.tags import tagged
 from mxcompile.graph.transpose import untransposed
 from mxcompile.ops.view import Product
 from mxcompile.passes.roles.flow import gemms_reading
@@ -34,9 +34,8 @@ class Save:
 
     def apply(self, graph: fx.Graph) -> None:
         """Marks the casts of `graph` that backward has to make."""
-        for node in graph.nodes:
-            tag = tag_of(node)
-            if tag is None or tag.formats is None or tag.gemm is not Gemm.WGRAD:
+        for node, tag in tagged(graph):
+            if tag.formats is None or tag.gemm is not Gemm.WGRAD:
                 continue
             if tag.saved in (Saved.COLUMNWISE, Saved.MXFP8):
                 continue

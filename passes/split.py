@@ -9,13 +9,13 @@ change.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
 
 from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, GROUPED_FALLBACK_BACKWARD, packet
+from mxcompile.ops.view import results_of
 
 HALF = "mx_split"
 """`node.meta` key of a part: (name of the node that it is a part of, number of its parts)."""
@@ -37,10 +37,7 @@ class Split:
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
     by_index: dict[int, list[fx.Node]] = {}
-    for user in node.users:
-        assert packet(user) is operator.getitem
-        index = user.args[1]
-        assert isinstance(index, int)
+    for index, user in results_of(node):
         by_index.setdefault(index, []).append(user)
     for index, users in sorted(by_index.items()):
         with graph.inserting_before(node):

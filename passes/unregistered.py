@@ -24,7 +24,7 @@ from torch import fx
 
 from mxcompile.graph.opsets import CONVOLUTIONS, ancestors, is_matmul, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import Kind, tag_of, value_of
+from mxcompile.graph.tags import Kind, tag_of, tagged, value_of
 from mxcompile.models.names import HeldBy
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
@@ -45,8 +45,7 @@ class Unregistered:
         products = [node for node in graph.nodes if _is_product(node)]
         if not products:
             return
-        tagged = ((node, tag_of(node)) for node in graph.nodes)
-        layers = [(node, tag) for node, tag in tagged if tag is not None and tag.kind is Kind.LINEAR]
+        layers = [(node, tag) for node, tag in tagged(graph) if tag.kind is Kind.LINEAR]
         read = (
             operands(node)[tag.tensors.index("x" if "x" in tag.tensors else "dy")] for node, tag in layers
         )

@@ -20,7 +20,7 @@ from torch import fx
 from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.opsets import EXPONENTIALS, STREAM_SOURCES, packet
 from mxcompile.graph.shapes import qkv
-from mxcompile.graph.tags import GemmTag, Kind, tag_of, tags_of, tensor
+from mxcompile.graph.tags import GemmTag, Kind, tag_of, tagged, tags_of, tensor
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.roles.flow import Depends, dependencies, viewed
 from mxcompile.policy import Gemm, Saved
@@ -36,9 +36,8 @@ def upstream(
         by_value.setdefault(viewed(node), []).append(node)
     reached: dict[fx.Node, GemmTag] = {}
     seen: set[tuple[fx.Node, bool, bool]] = set()
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is None or tag.gemm is not Gemm.FPROP or tag.saved is not Saved.MXFP8:
+    for node, tag in tagged(graph):
+        if tag.gemm is not Gemm.FPROP or tag.saved is not Saved.MXFP8:
             continue
         for value in _reached(node, by_value, seen, behind=tag.role.row.ends_branch):
             if value in streams:

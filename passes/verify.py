@@ -34,8 +34,7 @@ def verify(
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        is_simple = elementary.get(id(node.target))
-        if is_simple is None:
+        if (is_simple := elementary.get(id(node.target))) is None:
             no_mx = packet(node) not in ops.PRODUCTS and packet(node) not in ops.CASTS
             is_simple = elementary[id(node.target)] = no_mx and is_elementary(node.target)
         if is_simple:
@@ -43,8 +42,7 @@ def verify(
         operator = packet(node)
         is_product = operator in ops.PRODUCTS
         if tagged and (is_product or is_matmul_like(node)):
-            tags = tags_of(node)
-            if not tags:
+            if not (tags := tags_of(node)):
                 raise VerificationError(f"after {after}: {node.format_node()} has no tag")
             if decided and any(tag.choice is None for tag in tags):
                 raise VerificationError(f"after {after}: {node.format_node()} is not decided")

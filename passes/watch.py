@@ -23,9 +23,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import GemmTag, tag_of, value_of
+from mxcompile.graph.reshapes import producing_call
+from mxcompile.graph.tags import GemmTag, tagged, value_of
 from mxcompile.ops.view import Cast, Product, results_of
 from mxcompile.policy import Gemm
 
@@ -110,9 +110,8 @@ def sites(
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is not None and packet(node) in ops.PRODUCTS:
+    for node, tag in tagged(graph):
+        if packet(node) in ops.PRODUCTS:
             for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
                 cast, _ = producing_call(qdata)
                 yield tag, operand, cast if Cast.from_node(cast) is not None else None
@@ -157,16 +156,16 @@ class Watch:
                 if not any(
                     writer.guard(name, site) for name in (site.scales, site.source) for writer in writers
                 ):
-                    writers[0].leave_out(site)
+                    writers[0].skipped.append(site.description)
             elif not any(writer.measure(site) for writer in writers):
                 reason = site.missing or "its source is in neither graph"
-                writers[0].leave_out(Site(readers=site.readers, missing=reason))
+                writers[0].skipped.append(Site(readers=site.readers, missing=reason).description)
         added = [writer.deliver() for writer in writers]
         return any(added)
 
 
 class _Writer:
-    """Adds measurements to one graph."""
+    """Adds measurements to one graph. skipped: descriptions of sites that are not measured."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -174,7 +173,7 @@ class _Writer:
         self._nodes = {node.name: node for node in graph.nodes}
         self._results: list[fx.Node] = []
         self._measured: list[str] = []
-        self._skipped: list[str] = []
+        self.skipped: list[str] = []
 
     def measure(self, site: Site) -> bool:
         """Measures the cast of `site` if this graph has the cast's inputs. Returns whether it measured."""
@@ -209,24 +208,19 @@ class _Writer:
 
     def guard(self, name: str, site: Site) -> bool:
         """Detects NaN and Inf in the node called `name`. Returns whether this graph has that node."""
-        node = self._nodes.get(name)
-        if node is None:
+        if (node := self._nodes.get(name)) is None:
             return False
         with self._behind(node):
             self._results.append(self._build.call(ops.nonfinite, node, like=node))
         self._measured.append(site.description)
         return True
 
-    def leave_out(self, site: Site) -> None:
-        """Reports `site` as not measured."""
-        self._skipped.append(site.description)
-
     def deliver(self) -> bool:
         """Adds `deliver`, for all measurements so far, to the graph. Returns whether there were any."""
-        if not self._measured and not self._skipped:
+        if not self._measured and not self.skipped:
             return False
         (output,) = self._graph.find_nodes(op="output")
         with self._graph.inserting_before(output):
-            node = self._graph.call_function(ops.deliver, (self._results, [*self._measured, *self._skipped]))
+            node = self._graph.call_function(ops.deliver, (self._results, [*self._measured, *self.skipped]))
         node.meta["val"] = None
         return True

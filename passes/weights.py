@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from mxcompile import ops
@@ -25,7 +24,7 @@ from mxcompile.formats import Format, Tile, stored_form
 from mxcompile.graph.dims import before
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
+from mxcompile.graph.tags import GemmTag, Kind, tag_of, tagged, tensor, value_of
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 from mxcompile.passes.account import stored_weight
@@ -41,7 +40,7 @@ OTHER_FORMAT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUse:
-    """The use of a weight in one forward GEMM, or in the lookup of an embedding.
+    """The use of a weight in one forward GEMM, in the lookup of an embedding, or in a whole graph.
 
     path: parameter path, relative to the graph's frame. layer: name of the layer, or the embedding's path.
     role: the layer's role. block_dim: contracted dimension of the parameter, not negative. rank: number of
@@ -66,8 +65,7 @@ def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[Weigh
     for node in graph.nodes:
         tag = tag_of(node)
         if packet(node) is aten.embedding:
-            path = parameter_path(_source(node.args[0])[0], inputs)
-            if path:
+            if path := parameter_path(_source(node.args[0])[0], inputs):
                 yield WeightUse(
                     path=path, layer=path, role="embedding", reason="role embedding", is_lookup=True
                 )
@@ -76,12 +74,9 @@ def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[Weigh
 
 
 def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Iterator[WeightUse]:
-    assert tag.choice is not None
-    side = tag.tensors.index("w")
-    common: dict[str, Any] = {"layer": tag.name, "role": str(tag.role), "reason": tag.choice.reason}
+    side, common = tag.tensors.index("w"), _about(tag)
     if packet(node) not in ops.PRODUCTS:
-        path = parameter_path(_source(operands(node)[side])[0], inputs)
-        if path:
+        if path := parameter_path(_source(operands(node)[side])[0], inputs):
             yield WeightUse(path=path, **common)
         return
     product = Product.read(node)
@@ -98,10 +93,10 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         return
     side, form, square = _stored_cast(cast_node)
     parameter, block = _source(argument(cast_node), side)
-    path = parameter_path(parameter, inputs)
-    if not path:
+    if not (path := parameter_path(parameter, inputs)):
         return
     if form is None:
+        assert tag.choice is not None
         common["reason"] = OTHER_FORMAT.format(tag.choice.precision)
     elif block is None:
         common["reason"], form, square = "its blocks do not run along one of its dimensions", None, False
@@ -110,13 +105,18 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     yield WeightUse(path=path, form=form, square=square, **common)
 
 
+def _about(tag: GemmTag) -> dict[str, Any]:
+    """Returns the fields of a `WeightUse` that follow from the tag of the layer alone."""
+    assert tag.choice is not None
+    return {"layer": tag.name, "role": str(tag.role), "reason": tag.choice.reason}
+
+
 def _stored_cast(node: fx.Node) -> tuple[int, Format | None, bool]:
     """Returns (negative dimension of the blocks, format, whether its tiles are square) of the cast `node`.
 
     The format is None if weights cannot be stored in it.
     """
-    cast = Cast.from_node(node)
-    if cast is None:
+    if (cast := Cast.from_node(node)) is None:
         return -1, None, False
     form, square = cast.form, cast.form.tile.is_square and (cast.copy.is_mx or cast.form.two_level)
     if square:
@@ -149,41 +149,27 @@ def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
     return node, index if source.shape[index] == value.shape[dim] else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TileUse:
-    """The use of a layer's weight in one graph.
+def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[WeightUse]:
+    """Yields the use in `graph` of each parameter among `inputs` that is the weight of a forward GEMM.
 
-    path: parameter path, relative to the graph's frame. role: the layer's role. elem_dtype, rounding: format
-    of the only cast to tiles; None and "" if other nodes read the weight. reason: reason for either.
+    The form is the format of the only cast to 32×32 tiles, None if other nodes read the weight.
     """
-
-    path: str
-    role: str
-    reason: str
-    elem_dtype: torch.dtype | None = None
-    rounding: str = ""
-
-
-def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[TileUse]:
-    """Yields the uses of parameters among `inputs` that are weights of forward GEMMs of `graph`."""
     seen: set[fx.Node] = set()
-    for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
+    for node, tag in tagged(graph):
+        if tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
             continue
         weight = stored_weight(node, tag.tensors.index("w"))
         path = parameter_path(weight, inputs)
         if weight is None or not path or weight in seen:
             continue
         seen.add(weight)
-        assert tag.choice is not None
-        use = TileUse(path=path, role=str(tag.role), reason=tag.choice.reason)
+        use = WeightUse(path=path, **_about(tag))
         yield use if tag.formats is None else _cast(use, weight)
 
 
-def _cast(use: TileUse, weight: fx.Node) -> TileUse:
+def _cast(use: WeightUse, weight: fx.Node) -> WeightUse:
     """Returns `use` with the only cast that reads `weight`, or with a reason that names another reader."""
-    casts = set()
+    forms: dict[object, Format] = {}
     for user in weight.users:
         cast = Cast.from_node(user)
         if cast is None or not cast.copy.is_mx:
@@ -191,8 +177,7 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
         if not cast.copy.is_square:
             reason = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
             return replace(use, reason=reason)
-        casts.add((cast.copy.elem.dtype, str(cast.copy.rounding)))
-    if len(casts) != 1:
+        forms[cast.form.elem, cast.form.rounding] = cast.form
+    if len(forms) != 1:
         return replace(use, reason="its GEMMs cast it in different ways")
-    ((elem_dtype, rounding),) = casts
-    return replace(use, elem_dtype=elem_dtype, rounding=rounding)
+    return replace(use, form=forms.popitem()[1])

@@ -123,9 +123,9 @@ def run_import(options: argparse.Namespace) -> int:
 
 def run_schema(options: argparse.Namespace) -> int:
     """Runs ``policy schema``. Returns the exit status."""
-    from mxcompile.policy import json_schema
+    from mxcompile.policy.schema import json_schema
 
-    print(json_schema.text(), end="")
+    print(json_schema(), end="")
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,28 +21,20 @@ from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
 from mxcompile.compiler.session.options import Options
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import GraphInput
+from mxcompile.passes.weights import WeightUse
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord
 
-
-class OfParameter(Protocol):
-    """A use of the parameter at `path`."""
-
-    @property
-    def path(self) -> str: ...  # noqa: D102
-
-
-Use = TypeVar("Use", bound=OfParameter)
-Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[Use]]
+Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[WeightUse]]
 """Yields the uses of parameters in a graph after the passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Uses(Generic[Use]):
+class Uses:
     """The uses of each parameter of a model, and the records of its GEMMs."""
 
-    by_path: dict[str, list[Use]]
+    by_path: dict[str, list[WeightUse]]
     gemms: tuple[GemmRecord, ...]
 
 
@@ -51,10 +43,10 @@ def uses(
     policy: Policy,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    read: Read[Use],
+    read: Read,
     *,
     training: bool,
-) -> Uses[Use]:
+) -> Uses:
     """Returns the uses that `read` finds for the parameters of `model` under `policy`, and the GEMM records.
 
     args, kwargs: arguments of a call, whose values have no influence; a Hugging Face or timm model needs
@@ -67,20 +59,20 @@ def uses(
     )
 
 
-class _UseReader(Rehearsal[FakeTensorMode], Generic[Use]):
+class _UseReader(Rehearsal[FakeTensorMode]):
     """A rehearsal that reads every graph after the passes."""
 
     def __init__(
-        self, model: nn.Module, policy: Policy, leave_out: LeaveOut, read: Read[Use], training: bool
+        self, model: nn.Module, policy: Policy, leave_out: LeaveOut, read: Read, training: bool
     ) -> None:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         options = Options(policy=policy, target="cpu")
         super().__init__(model, options, mode, training=training, leave_out=leave_out)
         self._read = read
-        self._uses: defaultdict[str, list[Use]] = defaultdict(list)
+        self._uses: defaultdict[str, list[WeightUse]] = defaultdict(list)
         self._gemms: list[GemmRecord] = []
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Uses[Use]:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Uses:
         self.call(args, kwargs)
         return Uses(by_path=dict(self._uses), gemms=tuple(self._gemms))
 

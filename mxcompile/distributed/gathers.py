@@ -31,7 +31,7 @@ from mxcompile.errors import ModelError, OptionError
 from mxcompile.formats import num_blocks
 from mxcompile.models.names import Owner, owners
 from mxcompile.models.wrappers import user_model
-from mxcompile.passes.weights import TileUse, tile_uses
+from mxcompile.passes.weights import WeightUse, tile_uses
 from mxcompile.policy import Policy
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import drawn, fitted
@@ -172,14 +172,15 @@ def quantize_gathers_(
     return result
 
 
-def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> TileCast | str:
+def _cast(path: str, owner: Owner, layers: Sequence[WeightUse], ranks: int) -> TileCast | str:
     """Returns the cast of the parameter at `path` before its gather, or the reason for none."""
     parameter: nn.Parameter = getattr(*owner)
+    casts = set()
     for use in layers:
-        if use.elem_dtype is None:
+        if use.form is None:
             return use.reason
-    formats = {(use.elem_dtype, use.rounding) for use in layers}
-    if len(formats) > 1:
+        casts.add(TileCast(name=path, elem_dtype=use.form.elem.dtype, rounding=str(use.form.rounding)))
+    if len(casts) > 1:
         return "its GEMMs cast it in different ways"
     values = local(parameter)
     if type(values) not in (nn.Parameter, Tensor):
@@ -190,12 +191,10 @@ def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> Til
         return "it is not a matrix stored by rows"
     if reason := uneven(values.shape, ranks):
         return reason
-    ((elem_dtype, rounding),) = formats
-    assert elem_dtype is not None
-    return TileCast(name=path, elem_dtype=elem_dtype, rounding=rounding)
+    return casts.pop()
 
 
-def _row(path: str, owner: Owner, layers: Sequence[TileUse], cast: TileCast | str) -> GatheredWeight:
+def _row(path: str, owner: Owner, layers: Sequence[WeightUse], cast: TileCast | str) -> GatheredWeight:
     shape = local(getattr(*owner)).shape
     bytes_bf16 = 2 * shape.numel()
     tiles = shape.numel() // max(1, shape[-2:].numel()) * num_blocks(shape[-2]) * num_blocks(shape[-1])

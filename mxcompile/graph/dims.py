@@ -27,8 +27,7 @@ def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[in
     op_packet = packet(node)
     if op_packet in _REGROUPED:
         return _through_reshape(list(map(hint, old.shape)), list(map(hint, new.shape)), dims)
-    order = permutation(node)
-    if order is not None:
+    if (order := permutation(node)) is not None:
         return frozenset(order[dim] for dim in dims if dim < len(order))
     if op_packet is aten.as_strided and old.shape != new.shape:
         return frozenset()

@@ -32,8 +32,7 @@ def opaque_sizes(node: fx.Node) -> list[Sizes]:
         return [_trilinear_sizes(node)]
     if op_packet in OPAQUE:
         return weights_sizes(node.target, tree_map(_value, node.args)) or [UNKNOWN]
-    formula = flop_registry.get(op_packet)
-    if formula is None:
+    if (formula := flop_registry.get(op_packet)) is None:
         return _head_with_loss(node) or [_by_shapes(node)]
     args, kwargs = tree_map(_value, (node.args, node.kwargs))
     return [(1, formula(*args, **kwargs, out_val=node.meta.get("val")) // 2, 1, 1)]
@@ -101,8 +100,7 @@ def _trilinear_sizes(node: fx.Node) -> Sizes:
     arguments = arguments_of(node)
     shapes = []
     for number in "123":
-        value = tensor(arguments[f"i{number}"])
-        if value is None:
+        if (value := tensor(arguments[f"i{number}"])) is None:
             return UNKNOWN
         shape = list(value.shape)
         for dim in sorted(arguments[f"expand{number}"]):

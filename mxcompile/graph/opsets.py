@@ -124,8 +124,7 @@ def is_foreign_call(called: Any, values: Iterable[Tensor | None]) -> bool:
 def matrices_in_code(called: Any) -> list[Tensor]:
     """Returns the floating-point matrices in closures and globals of the Python code of a custom operator."""
     name = str(getattr(called, "_schema", "")).partition("(")[0].partition(".")[0]
-    definition = OPDEFS.get(name)
-    if definition is None:
+    if (definition := OPDEFS.get(name)) is None:
         return []
     try:
         variables = inspect.getclosurevars(definition._init_fn)
@@ -296,8 +295,7 @@ def ancestors(node: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False)
 
 def permutation(node: fx.Node) -> list[int] | None:
     """Returns the source dimension of each dimension of `node` if it permutes dimensions, else None."""
-    value = tensor(node)
-    if value is None:
+    if (value := tensor(node)) is None:
         return None
     rank = value.ndim
     order = [*range(rank)]

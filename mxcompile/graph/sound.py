@@ -56,7 +56,6 @@ def _is_legal(node: fx.Node) -> bool:
         return node.op in ("placeholder", "output")
     holder = node.graph.owning_module
     for atom in node.target.split(".") if holder is not None else ():
-        holder = getattr(holder, atom, None)
-        if holder is None:
+        if (holder := getattr(holder, atom, None)) is None:
             return False
     return True

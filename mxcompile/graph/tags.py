@@ -158,6 +158,11 @@ def tag_of(node: fx.Node) -> GemmTag | None:
     return tags[0] if len(tags) == 1 else None
 
 
+def tagged(graph: fx.Graph) -> list[tuple[fx.Node, GemmTag]]:
+    """Returns the nodes of `graph` with exactly one GEMM, in order, each with its tag."""
+    return [(node, tag) for node in graph.nodes if (tag := tag_of(node)) is not None]
+
+
 def set_tag(node: fx.Node, *tags: GemmTag) -> None:
     """Sets the tags of `node`."""
     node.meta[KEY] = tags

@@ -81,10 +81,8 @@ class Before:
 def confine(before: Before, sink: int, *, tools: bool) -> None:
     """Confines this process, a newly forked child.
 
-    Args:
-        before: State of the parent before the fork.
-        sink: File descriptor of the result pipe, which stays open.
-        tools: Whether torch and Triton may write their caches and start compilers.
+    before: state of the parent before the fork. sink: file descriptor of the result pipe, which stays open.
+    tools: whether torch and Triton may write their caches and start compilers.
     """
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -26,7 +26,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
         config = getattr(model, "config", None)
         if hasattr(config, "model_type"):
             inputs = dummy_inputs(model, config, 1, None)
-            parameters = inspect.signature(model.forward).parameters
+            parameters = _parameters(model)
             labels = inputs.pop("labels", None)
             if labels is not None and "decoder_input_ids" in parameters:
                 inputs["decoder_input_ids"] = labels
@@ -52,9 +52,8 @@ def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) 
             f"{owner} takes {main!r}, which cannot be made from a config.json: name a factory,"
             " package.module:factory, that returns (model, args, kwargs)"
         )
-    parameters = frozenset(inspect.signature(model.forward).parameters)
     try:
-        return _INPUTS[main](model, config, parameters, batch, length)
+        return _INPUTS[main](model, config, batch, length)
     except AttributeError as error:
         raise ModelError(f"{owner}: cannot make inputs from its configuration: {error}") from None
     except (TypeError, RuntimeError) as error:  # PyTorch's, for sizes beyond 64 bits
@@ -62,11 +61,9 @@ def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) 
         raise ModelError(f"{owner}: cannot make inputs of this size: {first_line}") from None
 
 
-def _image(
-    model: nn.Module, config: Any, parameters: frozenset[str], batch: int, _: int | None
-) -> dict[str, Any]:
+def _image(model: nn.Module, config: Any, batch: int, _: int | None) -> dict[str, Any]:
     inputs: dict[str, Any] = {"pixel_values": _pixels(model, config, batch)}
-    if "labels" in parameters and hasattr(config, "num_labels"):
+    if "labels" in _parameters(model) and hasattr(config, "num_labels"):
         inputs["labels"] = torch.randint(config.num_labels, (batch,))
     return inputs
 
@@ -77,22 +74,18 @@ def _pixels(model: nn.Module, config: Any, batch: int) -> Tensor:
     return torch.randn(batch, getattr(config, "num_channels", 3), height, width, dtype=_floats(model))
 
 
-def _speech(
-    model: nn.Module, config: Any, parameters: frozenset[str], batch: int, length: int | None
-) -> dict[str, Any]:
+def _speech(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:
     shape = batch, config.num_mel_bins, 2 * config.max_source_positions
     tokens = batch, min(length or _LENGTH, config.max_target_positions)
-    target = "labels" if "labels" in parameters else "decoder_input_ids"
+    target = "labels" if "labels" in _parameters(model) else "decoder_input_ids"
     return {
         "input_features": torch.randn(shape, dtype=_floats(model)),
         target: torch.randint(config.get_text_config().vocab_size, tokens),
     }
 
 
-def _text(
-    model: nn.Module, config: Any, parameters: frozenset[str], batch: int, length: int | None
-) -> dict[str, Any]:
-    text = config.get_text_config()
+def _text(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:
+    text, parameters = config.get_text_config(), _parameters(model)
     positions = getattr(text, "max_position_embeddings", None) or length or _LENGTH
     if length is not None and length > positions:
         raise ModelError(
@@ -111,6 +104,10 @@ def _text(
 
 _INPUTS = {"pixel_values": _image, "input_features": _speech, "input_ids": _text}
 """Functions that make the inputs of a model, by the name of its main input."""
+
+
+def _parameters(model: nn.Module) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def _floats(model: nn.Module) -> torch.dtype:

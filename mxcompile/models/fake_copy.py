@@ -124,26 +124,24 @@ def fake_values(value: Any, mode: FakeTensorMode) -> Any:
     """
     memo: dict[int, Any] = {}
 
-    def copied(part: Any) -> Any:
-        with _AsFakes(Faker(mode), memo):
-            return copy.deepcopy(part, memo)
-
-    def copied_or_shared(part: Any) -> Any:
+    def copied(part: Any, instead: Callable[[Any, Exception], Any]) -> Any:
         try:
-            return copied(part)
+            with _AsFakes(Faker(mode), memo):
+                return copy.deepcopy(part, memo)
         except ModelError:
             raise
         except Exception as error:  # copies run code of the objects' classes
-            log.info("an argument of type %s is not copied: %s", type(part).__name__, error)
-            return part
+            return instead(part, error)
 
-    try:
-        return copied(value)
-    except ModelError:
-        raise
-    except Exception:  # containers keep their identity only if everything in them can be copied
-        memo.clear()
-        return tree_map(copied_or_shared, value)
+    def shared(part: Any, error: Exception) -> Any:
+        log.info("an argument of type %s is not copied: %s", type(part).__name__, error)
+        return part
+
+    def by_leaves(whole: Any, _: Exception) -> Any:
+        memo.clear()  # containers keep their identity only if everything in them can be copied
+        return tree_map(lambda leaf: copied(leaf, shared), whole)
+
+    return copied(value, by_leaves)
 
 
 def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor], Tensor]) -> None:

@@ -63,16 +63,11 @@ class NoChildError(ChildError):
 def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
     """Returns the result of `function`, called in a child process; within a child, called directly.
 
-    Args:
-        function: Must return a picklable result and must not need an accelerator.
-        tools: Whether `function` compiles. It lets torch and Triton write their caches and start compilers,
-            and requires that autograd works in the child.
+    The result must be picklable, and `function` must not need an accelerator. tools: whether it compiles:
+    torch and Triton then write their caches and start compilers, and autograd must work in the child.
 
-    Raises:
-        NoChildError: The process cannot start a child.
-        ChildError: The child crashed, or two of them hung.
-        MXCompileError: `function` raised it.
-        ModelError: `function` raised any other exception.
+    Raises `NoChildError` if no child can start, `ChildError` if the child crashed or two of them hung, an
+    `MXCompileError` of `function`, and `ModelError` for any other exception of `function`.
     """
     if _IN_CHILD.get():
         try:
@@ -221,8 +216,7 @@ def _read_result(source: int, pid: int) -> bytes:
     used_s, idle_s = 0.0, 0  # a wall clock would count time in which both processes are stopped
     while idle_s < _IDLE_S:
         if ready.poll(1000):
-            chunk = os.read(source, 1 << 20)
-            if not chunk:
+            if not (chunk := os.read(source, 1 << 20)):
                 return b"".join(chunks)
             chunks.append(chunk)
             continue

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def factory_of(spec: str) -> Callable[..., Any] | None:
 def _factory(spec: str) -> Callable[..., Any]:
     """Returns the function that `spec` names, from an installed module or the working directory."""
     module_name, _, attribute = spec.partition(":")
-    try:
+    with _naming(spec):
         here = str(Path.cwd())
         if here not in sys.path:
             sys.path.insert(0, here)
@@ -99,16 +99,19 @@ def _factory(spec: str) -> Callable[..., Any]:
         if not hasattr(module, attribute):
             raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
         factory: Callable[..., Any] = getattr(module, attribute)
-    except ModelError:
-        raise
-    except Exception as error:  # user code may raise anything
-        raise ModelError(f"model {spec!r}: {_line_of(error)}") from error
     return factory
 
 
-def _line_of(error: Exception) -> str:
-    """Returns the type and the message of `error` on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+@contextmanager
+def _naming(spec: str) -> Iterator[None]:
+    """Raises a `ModelError` that names the model for any exception of user code or transformers."""
+    try:
+        yield
+    except MXCompileError:
+        raise
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise ModelError(f"model {spec!r}: {type(error).__name__}: {message}") from error
 
 
 def _device(read: ReadWeights | None) -> AbstractContextManager[Any]:
@@ -135,7 +138,7 @@ def _advice(spec: str, path: Path) -> str:
 def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
     """Returns the factory's model, on the meta device unless the factory reads values."""
     factory = _factory(spec)
-    try:
+    with _naming(spec):
         try:
             with _device(read):
                 result = factory()
@@ -149,10 +152,6 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
                 file=sys.stderr,
             )
             result = factory()
-    except ModelError:
-        raise
-    except Exception as error:  # user code may raise anything
-        raise ModelError(f"model {spec!r}: {_line_of(error)}") from error
     match result:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return LoadedModel(name=spec, model=model, args=tuple(args), kwargs=kwargs)
@@ -180,13 +179,12 @@ def _from_config(
             f"model {spec!r}: a config.json needs transformers: pip install transformers"
         ) from None
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
-    try:
+    with _naming(spec):
         config = configuration({"model_type": kind, **raw})
         owner: Any = model_class(names)
         if owner is None:
-            autos = (
-                getattr(transformers, f"AutoModel{task}") for task in ("ForCausalLM", "ForSeq2SeqLM", "")
-            )
+            tasks = "ForCausalLM", "ForSeq2SeqLM", ""
+            autos = (getattr(transformers, f"AutoModel{task}") for task in tasks)
             owner = next((auto.from_config for auto in autos if type(config) in auto._model_mapping), None)
         if owner is None:
             version = transformers.__version__
@@ -197,10 +195,6 @@ def _from_config(
             model.config.use_cache = False
         else:
             model = owner(config).to(_dtype(raw))
-    except MXCompileError:
-        raise
-    except Exception as error:  # transformers validates configurations in its own ways
-        raise ModelError(f"model {spec!r}: {_line_of(error)}") from error
     return LoadedModel(
         name=spec,
         model=model,

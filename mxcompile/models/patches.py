@@ -92,11 +92,18 @@ def gpu_autocast() -> Iterator[None]:
         yield
 
 
+def unwrapped_functional(value: Tensor) -> Tensor:
+    """Returns the tensor inside a functional tensor, after pending mutations; other tensors as they are."""
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._functionalize_sync(value.elem)
+    inner: Tensor = torch._from_functional_tensor(value.elem)
+    return inner
+
+
 def _answering(tensor: Tensor) -> Any:
     """Returns the fake that `tensor` is or wraps, None unless its mode tracks values and Dynamo is idle."""
-    if isinstance(tensor, FunctionalTensor):
-        torch._functionalize_sync(tensor.elem)
-        tensor = torch._from_functional_tensor(tensor.elem)
+    tensor = unwrapped_functional(tensor)
     if TracingContext.try_get() is not None or not isinstance(tensor, FakeTensor):
         return None
     return tensor if isinstance(tensor.fake_mode, ValueTrackingMode) else None
@@ -113,8 +120,7 @@ def _format(tensor: Tensor, spec: str) -> str:
 
 @_disable_dynamo
 def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
-    fake = _answering(tensor)
-    if fake is None:
+    if (fake := _answering(tensor)) is None:
         return Tensor.numpy(tensor, force=force)
     with no_dispatch():
         return fake.fake_mode.values(fake).numpy(force=force)
@@ -122,8 +128,7 @@ def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
 
 @_disable_dynamo
 def _tolist(tensor: Tensor) -> Any:
-    fake = _answering(tensor)
-    if fake is None:
+    if (fake := _answering(tensor)) is None:
         return _OWN_LIST[type(tensor)](tensor)
     with no_dispatch():
         return fake.fake_mode.values(fake).tolist()

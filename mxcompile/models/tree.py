@@ -154,13 +154,10 @@ def strays(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
 
 def _attributes(module: nn.Module) -> Mapping[str, Any]:
     """Returns the attributes of `module` and its class that a plain `nn.Module` lacks, and its hooks."""
-    kinds = [
-        kind for kind in plain_class(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
-    ]
-    scopes = (*map(vars, reversed(kinds)), vars(module))
-    attributes = {
-        key: value for scope in scopes for key, value in scope.items() if key not in _BASE and key[:2] != "__"
-    }
+    bases = reversed(plain_class(module).__mro__)
+    kinds = (kind for kind in bases if not kind.__module__.startswith(("torch.", "builtins")))
+    items = [item for scope in (*map(vars, kinds), vars(module)) for item in scope.items()]
+    attributes = {key: value for key, value in items if key not in _BASE and key[:2] != "__"}
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     called = (hook if isinstance(hook, _FUNCTIONS) else type(hook).__call__.__get__(hook) for hook in hooks)
     return attributes | {f"hook{index}": function for index, function in enumerate(called)}

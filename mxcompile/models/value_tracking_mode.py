@@ -164,10 +164,8 @@ class ValueTrackingMode(FakeTensorMode):
             result = self._on_fakes(func, types, args, kwargs)
             value = values[0] if func is _COLLECTIVES.all_to_all_single.default else None
             if value is not None and result.shape == args[0].shape:
-                text = (
-                    f"all_to_all_single: other ranks send the same values as this rank ({self._location()})"
-                )
-                setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
+                same = self._assumed("all_to_all_single: other ranks send the same values as this rank")
+                setattr(result, _VALUE, _Value(value.tensor, value.assumed | same))
             return result
         if not has_values or torch.Tag.nondeterministic_seeded in func.tags:
             return self._on_fakes(func, types, args, kwargs)
@@ -201,8 +199,7 @@ class ValueTrackingMode(FakeTensorMode):
         try:
             result = super().dispatch(func, types, picked, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            note = f"{_name(func)} of computed values: true for every element"
-            self._note(frozenset({f"{note} ({self._location()})"}))
+            self._note(self._assumed(f"{_name(func)} of computed values: true for every element"))
             result = func(*tree_map_only(Tensor, stand_in, args), **kwargs)
             return self._fakes_of(result, frozenset())
         if func in _CHOICES:
@@ -223,9 +220,8 @@ class ValueTrackingMode(FakeTensorMode):
             assert value is not None
             return value.tensor
 
-        kwargs = {
-            key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()
-        }
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "cpu"}
         args = tree_map_only(Tensor, real, args)
         with torch.no_grad():
             if func is aten.histc.default:  # the CPU kernel takes no integers
@@ -260,19 +256,17 @@ class ValueTrackingMode(FakeTensorMode):
 
     def values(self, fake: FakeTensor) -> Tensor:
         """Returns the values of `fake`. Unknown values are 1, or False for booleans."""
-        value = self._value(fake)
-        if value is None:
+        if (value := self._value(fake)) is None:
             taken = fake.dtype is not torch.bool
-            text = f"computed values that the code reads: all {int(taken) if taken else False}"
-            self._note(frozenset({f"{text} ({self._location()})"}))
+            number = int(taken) if taken else False
+            self._note(self._assumed(f"computed values that the code reads: all {number}"))
             return torch.full(fake.shape, taken, dtype=fake.dtype)
         self._note(value.assumed)
         return value.tensor
 
     def scalar(self, tensor: Tensor) -> Any:
         """Returns the number in `tensor`, or an assumed number."""
-        value = self._value(tensor)
-        if value is not None:
+        if (value := self._value(tensor)) is not None:
             self._note(value.assumed)
             return value.tensor.item()
         location = self._location()
@@ -281,7 +275,7 @@ class ValueTrackingMode(FakeTensorMode):
             answer: Any = self._answers[location] % _PATIENCE == 0
         else:
             answer = 1.0 if tensor.dtype.is_floating_point else 1
-        self._note(frozenset({f"a computed value that the code reads: {answer} ({location})"}))
+        self._note(self._assumed(f"a computed value that the code reads: {answer}"))
         return answer
 
     def _with_numbers(self, func: Any, args: Any) -> Any:
@@ -299,9 +293,8 @@ class ValueTrackingMode(FakeTensorMode):
             if not (isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)):
                 indices.append(index)
                 continue
-            value = self._value(index)
-            if value is None:
-                self._note(frozenset({f"a computed mask: true everywhere ({self._location()})"}))
+            if (value := self._value(index)) is None:
+                self._note(self._assumed("a computed mask: true everywhere"))
                 value = _Value(torch.ones(index.shape, dtype=torch.bool))
             self._note(value.assumed)
             indices += self._fakes_of(value.tensor.bool().nonzero(as_tuple=True), value.assumed)
@@ -325,12 +318,15 @@ class ValueTrackingMode(FakeTensorMode):
             values = torch.arange(indices.numel()).remainder(size).view(last)
         if values.shape != indices.shape:
             values = values.movedim(-1, dim or 0)
-        location = self._location()
-        text = f"{_name(func)} of computed values: spread evenly over its {size} choices ({location})"
-        setattr(indices, _VALUE, _Value(values.contiguous(), frozenset({text})))
+        even = self._assumed(f"{_name(func)} of computed values: spread evenly over its {size} choices")
+        setattr(indices, _VALUE, _Value(values.contiguous(), even))
 
     def _note(self, sentences: frozenset[str]) -> None:
         self._notes.update(dict.fromkeys(sorted(sentences)))
+
+    def _assumed(self, sentence: str) -> frozenset[str]:
+        """Returns the assumption `sentence`, with the place in the model's code."""
+        return frozenset({f"{sentence} ({self._location()})"})
 
     def _where(self) -> tuple[str, str]:
         return where(walk_stack(sys._getframe(1)), self._paths)

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mxcompile.models.names import GraphInput, HeldBy
+from mxcompile.models.patches import unwrapped_functional
 from mxcompile.models.tree import strays, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
@@ -73,14 +74,14 @@ def record(
         paths[id(value)].append(path)
     inputs_flat, shape = tree_flatten((tuple(args), dict(kwargs)))
     indices = [index for index, leaf in enumerate(inputs_flat) if isinstance(leaf, Tensor)]
-
+    data = [inputs_flat[index] for index in indices]
     num_results = 0
 
-    def forward(values: list[Tensor], data: list[Tensor]) -> list[Tensor]:
+    def forward(values: list[Tensor], arguments: list[Tensor]) -> list[Tensor]:
         nonlocal num_results
         stored: dict[str, Tensor] = dict(zip(state, map(FunctionalTensor.to_functional, values), strict=True))
         leaves = list(inputs_flat)
-        for index, value in zip(indices, data, strict=True):
+        for index, value in zip(indices, arguments, strict=True):
             leaves[index] = FunctionalTensor.to_functional(value)
         positional, named = tree_unflatten(leaves, shape)
         marks = _Gradients()
@@ -93,17 +94,16 @@ def record(
         outputs = [*_tensors(results)]
         num_results = len(outputs)
         written = (*stored.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        return [_plain(value) for value in (*outputs, *written, *marks.alive())]
+        return [*map(unwrapped_functional, (*outputs, *written, *marks.alive()))]
 
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
-        graph = trace(list(state.values()), [inputs_flat[index] for index in indices]).graph
+        graph = trace(list(state.values()), data).graph
     output = graph.output_node()
     values: Any = output.args[0]
     output.args = (values[:num_results],)
     for node in values[num_results:]:
         node.meta[_KEPT] = True
-    data = [inputs_flat[index] for index in indices]
     inputs = [
         GraphInput(
             path=path, others=tuple(paths[id(value)][1:]), static=True, is_parameter=path in parameters
@@ -238,15 +238,6 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
             handles.enter_context(module.register_forward_pre_hook(enter, prepend=True))
             handles.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-
-
-def _plain(value: Tensor) -> Tensor:
-    """Returns the tensor inside a functional tensor, after pending mutations."""
-    if not isinstance(value, FunctionalTensor):
-        return value
-    torch._functionalize_sync(value.elem)
-    inner: Tensor = torch._from_functional_tensor(value.elem)
-    return inner
 
 
 def _tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:

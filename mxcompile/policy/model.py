@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from mxcompile.formats import BLOCK, UNQUANTIZED, Choices, Operands, Precision
+from mxcompile.formats import UNQUANTIZED, Choices, Operands, Precision
 from mxcompile.policy.reason import Reason
 from mxcompile.policy.roles import Role
 
@@ -120,10 +120,9 @@ class StepRange:
 
 
 class Limit(NamedTuple):
-    """One size limit of a rule and the size of the layer. key: the rule's key; letter: m, n or k."""
+    """One size limit of a rule and the size of the layer. key: the rule's key, which ends in m, n or k."""
 
     key: str
-    letter: str
     limit: int
     size: int | None
 
@@ -140,7 +139,7 @@ class Limit(NamedTuple):
         return self.key.startswith("max")
 
     def __str__(self) -> str:
-        return f"{self.key} {self.limit} ({self.letter}={'?' if self.size is None else self.size})"
+        return f"{self.key} {self.limit} ({self.key[-1]}={'?' if self.size is None else self.size})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +183,7 @@ class Match:
     def limits(self, layer: Layer) -> tuple[Limit, ...]:
         """Returns every size limit of the rule with the size of `layer`."""
         every = (
-            Limit(f"{end}_{letter}", letter, getattr(self, f"{end}_{letter}"), getattr(layer, letter))
+            Limit(f"{end}_{letter}", getattr(self, f"{end}_{letter}"), getattr(layer, letter))
             for end in ("min", "max")
             for letter in "mnk"
         )
@@ -247,16 +246,12 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """The decision for layers without a matching rule: the quantized GEMMs and their formats.
-
-    least_side: a weight with a smaller side is not quantized.
-    """
+    """The decision for layers without a matching rule: the quantized GEMMs and their formats."""
 
     name: str
     precision: Precision
     gemms: frozenset[Gemm] = frozenset(Gemm)
     formats: Choices = field(default_factory=Choices)
-    least_side: int = BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,8 +271,8 @@ class Decision:
     dgrad: Choice
     wgrad: Choice
     saved: Saved
-    sent: Sent = Sent.SOURCE
-    backward: Backward = Backward.QUANTIZED
+    sent: Sent
+    backward: Backward
 
     @classmethod
     def from_choices(cls, choices: dict[str, Choice], use: Use) -> Decision:

@@ -96,8 +96,7 @@ def parse_data(data: Any, source: Location) -> tuple[str, tuple[Rule, ...]]:
     shadows = Shadows()
     for index, raw in enumerate(raw_rules):
         rule = _parse_rule(raw, PRESETS[preset], source.at("rules", index))
-        earlier = shadows.add(rule.match)
-        if earlier:
+        if earlier := shadows.add(rule.match):
             lines = [str(line) for number in earlier if (line := source.at("rules", number - 1).line)]
             where = f" (line{'s' * (len(earlier) > 1)} {', '.join(lines)})" if lines else ""
             raise source.at("rules", index).error(

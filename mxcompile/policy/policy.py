@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mxcompile.errors import PolicyError, not_allowed
-from mxcompile.formats import UNQUANTIZED, Choices, Precision
+from mxcompile.formats import BLOCK, UNQUANTIZED, Choices, Precision
 from mxcompile.policy import schema
 from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Match, Preset, Rule, StepRange, Use
 from mxcompile.policy.parse import Location, load_yaml, parse_data, read_file
@@ -176,7 +176,7 @@ class Policy:
         self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None, formats: Choices
     ) -> Choice:
         sides = (("n", layer.n), ("k", layer.k))
-        small = [f"{key}={size}" for key, size in sides if size is not None and size < self.base.least_side]
+        small = [f"{key}={size}" for key, size in sides if size is not None and size < BLOCK]
         if wanted is not None:
             why = dict(self.rules[index or 0].kept).get(gemm)
             reason = Reason(Code.RULE, (index or 0) + 1) if why is None else Reason(Code.WATCH, why)
@@ -188,7 +188,7 @@ class Policy:
             wanted, reason = UNQUANTIZED, Reason(Code.PRESET_GEMM, self.base.name, gemm)
         elif small:  # its cast (of a low-rank adapter, a gate per head) costs more time than its GEMM saves
             wanted = UNQUANTIZED
-            reason = Reason(Code.SMALL_SIDE, self.base.name, self.base.least_side, small[0])
+            reason = Reason(Code.SMALL_SIDE, self.base.name, BLOCK, small[0])
         else:
             wanted = self.base.precision
             reason = Reason(Code.PRESET_ROLE, self.base.name, layer.role)

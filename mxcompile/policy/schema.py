@@ -1,18 +1,20 @@
-"""The table of policy keys, the source of `parse`, `json_schema` and `Policy.to_dict`.
+"""The table of policy keys, the source of `parse`, `Policy.to_dict` and the published policy.schema.json.
 
 A key of a rule is also a field of `Match` or `Use`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from mxcompile.formats import PRECISIONS, ElemRounding, ElemType, Precision, Rounding, Scales, ScaleType
 from mxcompile.policy import values
-from mxcompile.policy.model import Backward, Saved, Sent
+from mxcompile.policy.model import Backward, Gemm, Saved, Sent
 from mxcompile.policy.presets import PRESETS
-from mxcompile.policy.roles import Role
+from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role
 from mxcompile.policy.values import Value, listed, table, word
 
 
@@ -129,3 +131,54 @@ PRESET = word("preset", PRESETS).says("Preset that decides where no rule matches
 
 TOP = ("version", "preset", "rules")
 RULE = ("match", "use")
+
+PATH = Path(__file__).with_name("policy.schema.json")
+"""The published schema, equal to `json_schema`."""
+
+
+def json_schema() -> str:
+    """Returns the policy language as JSON Schema (draft 2020-12), for editors that complete and check YAML.
+
+    It covers keys, words and types. It does not cover shadowed rules, invalid regular expressions and
+    duplicate keys.
+    """
+    rules = {
+        "description": "In order; the first that matches a layer decides.",
+        "type": ["array", "null"],
+        "items": {"$ref": "#/$defs/rule"},
+    }
+    products = {"enum": [str(role) for role in sorted(ATTENTION_PRODUCTS)]}
+    named = {"anyOf": [products, {"type": "array", "contains": products}]}
+    quantized = {"enum": [row.name for row in PRECISIONS.values() if row.quantizes]}
+    keys = ("precision", *map(str, Gemm))
+    asks = {"type": "object", "anyOf": [{"properties": {key: quantized}, "required": [key]} for key in keys]}
+    parts = {"match": {"$ref": "#/$defs/match"}, "use": {"$ref": "#/$defs/use"}}
+    rule = values.mapping(parts, required=list(RULE)) | {
+        # attention products stay in BF16
+        "if": {"properties": {"match": {"properties": {"role": named}, "required": ["role"]}}},
+        "then": {"properties": {"use": {"not": {"anyOf": [quantized, asks]}}}},
+    }
+    match = {
+        "description": "Selects layers: a layer must match every key.",
+        **values.mapping({key: value.json for key, value in MATCH.items()}, minProperties=1),
+    }
+    one_gemm = {"anyOf": [{"required": [str(gemm)]} for gemm in Gemm]}
+    settings = values.mapping({key: value.json for key, value in USE.items()}, minProperties=1) | {
+        "dependentSchemas": {"precision": {"not": one_gemm}},
+        "dependentRequired": {key: [value.needs[0]] for key, value in USE.items() if value.needs is not None},
+    }
+    use = {
+        "description": "One precision for all three GEMMs, or settings to change; the rest follows the"
+        " preset.",
+        "anyOf": [values.PRECISION.json, settings],
+    }
+    top = {"version": values.VERSION_VALUE.json, "preset": PRESET.json, "rules": rules}
+    policy = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mxcompile policy",
+        "description": "Selects the GEMMs that run in MXFP8, and their formats. For each layer the first"
+        " rule that matches decides; where none does, the preset.",
+        **values.mapping(top, required=["version"]),
+        "$defs": {"rule": rule, "match": match, "use": use},
+    }
+    return json.dumps(policy, indent=2, ensure_ascii=False) + "\n"

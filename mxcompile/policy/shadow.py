@@ -31,8 +31,7 @@ class Shadows:
 
     def add(self, match: Match) -> tuple[int, ...]:
         """Adds `match`. Returns the numbers (from 1) of earlier rules that together cover it, if any."""
-        covering = self._covering(match)
-        if not covering:
+        if not (covering := self._covering(match)):
             self._earlier.append(_Earlier(match))
         return tuple(sorted(covering))
 

@@ -44,10 +44,10 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
     results = []
     for index, written in enumerate(policy.rules):
         rule = in_force(written)
-        about = [
-            (layer, by) for layer, by in zip(layers, deciding, strict=True) if _matches_but_size(rule, layer)
-        ]
+        pairs = zip(layers, deciding, strict=True)
+        about = [(layer, by) for layer, by in pairs if _matches_but_size(rule, layer)]
         missed = [(layer, by) for layer, by in about if rule.match.missed(layer) is not None]
+        undecided = (layer for layer, by in missed if by is None)
         results.append(
             RuleFit(
                 number=index + 1,
@@ -55,9 +55,7 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
                 decides=tuple(layer for layer, by in about if by == index),
                 taken=tuple(layer for layer, by in about if by != index and rule.match.missed(layer) is None),
                 missed=tuple(layer for layer, _ in missed),
-                near=tuple(
-                    layer for layer, by in missed if by is None and _narrowly_misses(policy, rule, layer)
-                ),
+                near=tuple(layer for layer in undecided if _narrowly_misses(policy, rule, layer)),
             )
         )
     return tuple(results)
@@ -71,10 +69,8 @@ def in_force(rule: Rule) -> Rule:
 
 def deciding_rule(policy: Policy, layer: Layer) -> int | None:
     """Returns the index of the rule that decides for `layer`, or None if the preset decides."""
-    if layer.role not in ATTENTION_PRODUCTS:
-        return policy.rule_for(layer)
-    fitting = (i for i, rule in enumerate(policy.rules) if _matches_but_size(rule, layer))
-    return next((i for i in fitting if policy.rules[i].match.missed(layer) is None), None)
+    fitting = ((i, rule.match) for i, rule in enumerate(policy.rules) if _matches_but_size(rule, layer))
+    return next((i for i, match in fitting if match.missed(layer) is None), None)
 
 
 def _matches_but_size(rule: Rule, layer: Layer) -> bool:

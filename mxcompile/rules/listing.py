@@ -27,9 +27,8 @@ def matches(policy: Policy, layers: Sequence[Layer]) -> str:
             taken = f" now, {len(fit.taken)} in {fit.rule.match.steps}"
         rule = f"rule {fit.number}: {_flow(written['match'])} → {_flow(written['use'])}"
         lines += [f"{rule}: {count(len(fit.decides), 'layer')}{taken}", *_names(fit.decides)]
-    rest = [
-        layer for layer in layers if policy.rule_for(layer) is None and layer.role not in ATTENTION_PRODUCTS
-    ]
+    linear = (layer for layer in layers if layer.role not in ATTENTION_PRODUCTS)
+    rest = [layer for layer in linear if policy.rule_for(layer) is None]
     return "\n".join([*lines, f"preset {policy.base.name}: {count(len(rest), 'layer')}", *_names(rest)])
 
 
@@ -58,10 +57,8 @@ def _formats(policy: Policy, row: Row) -> str:
     common = operands.get("x") or next(iter(operands.values()))
     parts = [common.format]
     for operand, form in operands.items():
-        differs = [
-            word or "plain" for word, usual in zip(form.words, common.words, strict=True) if word != usual
-        ]
-        if differs:
+        pairs = zip(form.words, common.words, strict=True)
+        if differs := [word or "plain" for word, usual in pairs if word != usual]:
             parts.append(" ".join((operand, *differs)))
     decisions = [policy.decide(layer) for layer in layers_of(row.gemms)]
     saved = {decision.saved for decision in decisions} - {Saved.COLUMNWISE}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mxcompile.errors import printable
-from mxcompile.formats import UNQUANTIZED, is_quantized
+from mxcompile.formats import BLOCK, UNQUANTIZED, is_quantized
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.values import VERSION
@@ -54,9 +54,8 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     words = {gemm: next(filter(is_quantized, some), UNQUANTIZED.name) for gemm, some in chosen.items()}
     sent = {gemm: word for gemm, word in words.items() if is_quantized(word)}
     sides = [side for layer in layers for side in (layer.n, layer.k)] if sent else []
-    least = policy.base.least_side
-    is_small = any(side is not None and side < least for side in sides)
-    sizes = f", min_n: {least}, min_k: {least}" if is_small else ""
+    is_small = any(side is not None and side < BLOCK for side in sides)
+    sizes = f", min_n: {BLOCK}, min_k: {BLOCK}" if is_small else ""
     if not sent:
         use = UNQUANTIZED.name
     elif len(set(words.values())) == 1:

@@ -9,6 +9,8 @@ between a layer and the attention, but not another layer.
 
 from __future__ import annotations
 
+from torch import fx
+
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import GATED, Source
@@ -21,16 +23,17 @@ def _reaches_attention(site: Site) -> Holds | Fails:
     ends_branch = site.used(BRANCH) and (site.activated_layers or from_attention(site))
     if site.used(QKV) and not ends_branch:
         return Holds("its result is q, k or v of an attention")
-    gated = [f.layer for f in site.followers if f.marks & GATED and gates(site, f.layer, Source.ATTENTION)]
+    after_gate = (layer for layer, marks in site.followers.items() if marks & GATED)
+    gated = [layer for layer in after_gate if gates(site, layer, Source.ATTENTION)]
     if gated and not from_attention(site):
         return Holds(f"its result gates an attention's, on the way to {named(gated)}")
     return Fails("its result reaches no attention")
 
 
-def gates(site: Site, layer: object, kind: Source) -> bool:
+def gates(site: Site, layer: fx.Node, kind: Source) -> bool:
     """Whether the input of `layer` comes from a source of `kind` through a gate."""
     feeds = site.model.feeds
-    origins = Site(layer, site.model).beyond  # type: ignore[arg-type]
+    origins = Site(layer, site.model).beyond
     return any(origins[source] & GATED for source in feeds.sources(origins, kind))
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from mxcompile.graph.dims import before
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import numel, tags_of, tensor, value_of
+from mxcompile.graph.tags import numel, tags_of, tensor
 
 BATCH, ROW, COLUMN = 1, 2, 4
 
@@ -27,15 +27,13 @@ def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = (
 
     through: products with a parameter that count as elementwise.
     """
-    value = tensor(node)
-    if value is None:
+    if (value := tensor(node)) is None:
         return 0
     dims = frozenset({dim % max(value.ndim, 1)})
     for _ in range(_STEPS):
         if node is root:
             return _labels(root, dims)
-        source = _argument_towards(node, root, through)
-        if source is None:
+        if (source := _argument_towards(node, root, through)) is None:
             return 0
         dims = before(node, source, dims)
         node = source
@@ -75,8 +73,7 @@ def product_behind(node: fx.Node, through: Container[fx.Node]) -> fx.Node | None
 
 
 def _labels(root: fx.Node, dims: frozenset[int]) -> int:
-    value = tensor(root)
-    if value is None:
+    if (value := tensor(root)) is None:
         return 0
     if packet(root) is aten.convolution:  # pointwise: channels are columns, pixels are rows
         return sum({COLUMN if dim == 1 else ROW for dim in dims})
@@ -90,12 +87,11 @@ def _argument_towards(node: fx.Node, root: fx.Node, through: Container[fx.Node])
     arguments = [arg for arg in node.all_input_nodes if arg is root or not _ends(arg, through)]
     if root in arguments:
         return root
-    computed = [arg for arg in arguments if arg.op == "call_function" and tensor(arg) is not None]
+    calls = (arg for arg in arguments if arg.op == "call_function")
+    values = {arg: value for arg in calls if (value := tensor(arg)) is not None}
     # masks, row statistics and numbers are less than the tensor that they apply to
-    values = {arg: value_of(arg) for arg in computed}
-    return max(
-        computed, key=lambda arg: (values[arg].is_floating_point(), numel(values[arg].shape)), default=None
-    )
+    ranks = {arg: (value.is_floating_point(), numel(value.shape)) for arg, value in values.items()}
+    return max(ranks, key=ranks.__getitem__, default=None)
 
 
 def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:

@@ -22,9 +22,9 @@ def _shifts_stream(site: Site) -> Holds | Fails:
         return Holds(
             "its result scales a residual stream, broadcast over it, and its input is pooled from one"
         )
-    conditions = [f.layer for f in site.followers if site.role_of(f) is Role.CONDITIONING]
-    if conditions and len(conditions) == len(site.followers):
-        return Holds(f"its result goes to nothing but {named(conditions)}, which condition a residual stream")
+    if site.all_followers(Role.CONDITIONING):
+        layers = named(site.followers)
+        return Holds(f"its result goes to nothing but {layers}, which condition a residual stream")
     if conditions_others and not is_body:
         return Holds("its result joins a residual stream that nothing but conditioning reads")
     return Fails("its result scales, shifts or gates no residual stream from outside")

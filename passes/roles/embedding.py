@@ -13,7 +13,7 @@ def _starts_stream(site: Site) -> Holds | Fails:
     if site.used(STARTS):
         return Holds("a residual stream starts with its result")
     if site.all_followers(Role.EMBEDDING):
-        return Holds(f"its result goes to nothing but {named(f.layer for f in site.followers)}, an embedding")
+        return Holds(f"its result goes to nothing but {named(site.followers)}, an embedding")
     return Fails("no residual stream starts with its result")
 
 

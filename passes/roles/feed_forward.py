@@ -16,7 +16,7 @@ from torch import fx
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import tag_of
 from mxcompile.passes.roles.site import Site, named
-from mxcompile.passes.roles.sources import GATED, Source
+from mxcompile.passes.roles.sources import BENT, GATED, Source
 from mxcompile.passes.roles.statement import Fails, Holds, Statement, clause, joins_stream
 from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
@@ -41,11 +41,10 @@ def _returns_to_width(site: Site) -> Holds | Fails:
 
 
 def _feeds_last(site: Site) -> Holds | Fails:
-    roles = {f.layer: site.role_of(f) for f in site.followers if f.activated}
+    roles = {layer: site.model.roles[layer] for layer, marks in site.followers.items() if marks & BENT}
     outs = [layer for layer, role in roles.items() if role in _LAST]
     fused = [layer for layer, role in roles.items() if role.row.ends_branch and role not in _LAST]
-    layers = [*outs, *fused]
-    if layers:
+    if layers := [*outs, *fused]:
         return Holds(f"{named(layers)} reads its result through an activation or a gate")
     origins = site.model.together.get(site.node, {})
     if origins.get(site.node, 0) & GATED and not site.followers:
@@ -64,8 +63,7 @@ def _ends_network(node: fx.Node, site: Site) -> bool:
 
 
 def _is_routed(site: Site) -> Holds | Fails:
-    network = [*site.activated_layers, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
-    for near in (site.node, *network):
+    for near in (site.node, *site.activated_layers, *site.followers_of(*_LAST)):
         other = Site(near, site.model)
         who = "its" if near is site.node else f"{named([near])}'s"
         if other.chosen:

@@ -10,7 +10,6 @@ The sweep also classifies the products (see `products`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -40,7 +39,6 @@ from mxcompile.passes.roles.streams import Streams
 from mxcompile.passes.roles.traits import (
     ACTIVATION,
     CONVOLUTION,
-    FACTOR,
     LOOKUP,
     MATMUL,
     REDUCTION,
@@ -56,60 +54,50 @@ _NO_STREAMS: frozenset[int] = frozenset()
 _MOST_STREAMS = 16
 
 
-@dataclass(kw_only=True, slots=True)
 class Feeds(Origins):
-    """The results of the sweep.
+    """The sources of the values of `nodes`, the forward of a graph in order.
 
     before: sources of the sums and skips of residual streams, which are themselves sources. streams: numbers
     of the latest `_MOST_STREAMS` streams that each value depends on. pooled: attentions whose queries are
     parameters. number: number of the stream that a sum or a skip belongs to. chosen: values computed from
     a top-k without a layer in between, until they are back at the tokens. products: kinds of the products.
     layers: linear layers in order. groups: number of groups of features, such as gate and up, of layers whose
-    groups are multiplied by each other.
+    groups are multiplied by each other. cut: inputs from other graphs.
     """
-
-    before: dict[fx.Node, Marks] = field(default_factory=dict)
-    streams: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
-    chosen: set[fx.Node] = field(default_factory=set)
-    pooled: set[fx.Node] = field(default_factory=set)
-    number: dict[fx.Node, int] = field(default_factory=dict)
-    products: Products = field(default_factory=Products)
-    layers: list[fx.Node] = field(default_factory=list)
-    groups: dict[fx.Node, int] = field(default_factory=dict)
-
-
-class FeedsSweep:
-    """A sweep over the forward of a graph. cut: inputs from other graphs."""
 
     def __init__(
         self,
+        nodes: Sequence[fx.Node],
         depends: dict[fx.Node, Depends],
         traits: dict[fx.Node, int],
-        streams: Streams,
+        residual: Streams,
         cut: frozenset[fx.Node],
     ) -> None:
-        self.feeds = Feeds()
+        super().__init__()
+        self.before: dict[fx.Node, Marks] = {}
+        self.streams: dict[fx.Node, frozenset[int]] = {}
+        self.chosen: set[fx.Node] = set()
+        self.pooled: set[fx.Node] = set()
+        self.number: dict[fx.Node, int] = {}
+        self.products = Products()
+        self.layers: list[fx.Node] = []
+        self.groups: dict[fx.Node, int] = {}
         self._depends = depends
         self._traits = traits
-        self._streams = streams
+        self._residual = residual
         self._cut = cut
         self._recurrences = Recurrences()
         self._selected: dict[fx.Node, int] = {}
         self._num_streams = 0
-
-    def run(self, nodes: Sequence[fx.Node]) -> Feeds:
-        """Returns the sources of `nodes`, the forward of the graph in order."""
-        feeds = self.feeds
         for node in nodes:
             arguments = node.all_input_nodes
-            feeds.streams[node] = self._union_streams(arguments)
+            self.streams[node] = self._union_streams(arguments)
             origins = self._traced(node, arguments)
-            if node in self._streams.joins or node in self._streams.skips:
+            if node in residual.joins or node in residual.skips:
                 origins = self._enter_stream(node, origins)
-            feeds.of_value[node] = origins
-        feeds.products.finish()
-        feeds.layers = [layer for layer in feeds.layers if layer not in feeds.products.no_layer]
-        return feeds
+            self.of_value[node] = origins
+        self.products.finish()
+        self.layers = [layer for layer in self.layers if layer not in self.products.no_layer]
 
     def _traced(self, node: fx.Node, arguments: list[fx.Node]) -> Marks:
         if node.op == "placeholder":
@@ -119,10 +107,9 @@ class FeedsSweep:
             kind = tags_of(node)[0].kind
             if kind is Kind.LINEAR or not traits & CONVOLUTION:
                 return self._matmul(node, kind)
-        chosen = self.feeds.chosen
-        origins = merged(self.feeds.of_value[arg] for arg in arguments)
-        if traits & SELECTION or (chosen and not chosen.isdisjoint(arguments) and not self._restores(node)):
-            chosen.add(node)
+        origins = merged(self.of_value[arg] for arg in arguments)
+        if traits & SELECTION or not (self.chosen.isdisjoint(arguments) or self._restores(node)):
+            self.chosen.add(node)
         if traits & LOOKUP and Depends.DATA not in self._depends[arguments[0]]:
             return self._source(node, Source.TABLE) if Depends.DATA in self._depends[node] else _NOTHING
         if not origins:
@@ -132,11 +119,10 @@ class FeedsSweep:
             return _NOTHING
         if traits & CONVOLUTION and not is_depthwise(node):
             return self._source(node, Source.CONVOLUTION)
-        if traits & SCAN and node not in chosen and self.feeds.sources(origins, Source.LAYER):
+        if traits & SCAN and node not in self.chosen and self.sources(origins, Source.LAYER):
             return self._source(node, Source.SCAN)
-        recurrences = self._recurrences.visit(node, arguments, origins)
-        if recurrences:
-            self.feeds.kind.update(dict.fromkeys(recurrences, Source.SCAN))
+        if recurrences := self._recurrences.visit(node, arguments, origins):
+            self.kind.update(dict.fromkeys(recurrences, Source.SCAN))
             return dict.fromkeys(recurrences, WHOLE)
         return self._marked(node, traits, origins)
 
@@ -144,8 +130,8 @@ class FeedsSweep:
         """Whether `node` puts results of layers back at the tokens that a top-k chose for them."""
         name = _PUTS.get(packet(node))
         rows = None if name is None else argument_of(node, name)
-        origins = self.feeds.of_value[rows] if isinstance(rows, fx.Node) else _NOTHING
-        return bool(origins) and all(self.feeds.kind[source] is Source.LAYER for source in origins)
+        origins = self.of_value[rows] if isinstance(rows, fx.Node) else _NOTHING
+        return bool(origins) and all(self.kind[source] is Source.LAYER for source in origins)
 
     def _input(self, node: fx.Node) -> Marks:
         value = tensor(node)
@@ -154,29 +140,27 @@ class FeedsSweep:
         return self._source(node, Source.CUT if node in self._cut else Source.INPUT)
 
     def _source(self, node: fx.Node, kind: Source) -> Marks:
-        self.feeds.kind[node] = kind
+        self.kind[node] = kind
         return {node: WHOLE}
 
     def _enter_stream(self, node: fx.Node, origins: Marks) -> Marks:
         """Makes `node`, a sum or a skip of a stream, a source of its own, and returns this source."""
-        self.feeds.before[node] = origins
-        self.feeds.chosen.discard(node)
-        branch = self._streams.joins.get(node)
+        self.before[node] = origins
+        self.chosen.discard(node)
+        branch = self._residual.joins.get(node)
         kept = [arg for arg in node.all_input_nodes if arg is not branch]
-        sources = origins if branch is None else merged(self.feeds.of_value[arg] for arg in kept)
-        numbers = self.feeds.number
-        earlier = [numbers[source] for source in sources if source in numbers and source is not node]
+        sources = origins if branch is None else merged(self.of_value[arg] for arg in kept)
+        earlier = [self.number[source] for source in sources if source in self.number]
         if not earlier:
             self._num_streams += 1
-            earlier = [self._num_streams]
-        self.feeds.number[node] = max(earlier)
-        self.feeds.streams[node] = _latest(self.feeds.streams[node] | {max(earlier)})
+        self.number[node] = number = max(earlier, default=self._num_streams)
+        self.streams[node] = _latest(self.streams[node] | {number})
         return self._source(node, Source.STREAM)
 
     def _union_streams(self, arguments: list[fx.Node]) -> frozenset[int]:
         merged = _NO_STREAMS
         for argument in arguments:
-            other = self.feeds.streams[argument]
+            other = self.streams[argument]
             if other is not merged and other:
                 merged = _latest(merged | other) if merged else other
         return merged
@@ -187,12 +171,13 @@ class FeedsSweep:
             added |= ACTIVATED
         if traits & CONVOLUTION:
             added |= FILTERED
-        if traits & FACTOR and packet(node) is aten.mul and self._is_gate(node):
+        sides = node.all_input_nodes
+        if packet(node) is aten.mul and len(sides) == 2 and all(map(self._can_gate, sides)):
             added |= GATED
-            first, second = (self.feeds.of_value[arg] for arg in node.all_input_nodes)
+            first, second = (self.of_value[side] for side in sides)
             for layer, marks in first.items():
                 if marks & second.get(layer, 0) & GROUP:  # its groups of output features gate each other
-                    self.feeds.groups[layer] = self._selected[layer]
+                    self.groups[layer] = self._selected[layer]
         if packet(node) is aten.cat and self._adds_features(node):
             added |= BESIDE
         if packet(node) in (aten.select, aten.unbind) and self._selects_group(node, origins):
@@ -201,19 +186,16 @@ class FeedsSweep:
             kept = ~WHOLE
         if traits & SOFT and is_softmax(node):
             added |= SOFTMAXED
-            self.feeds.products.note_softmax(
-                node, softmax_dim(node), self.feeds.sources(origins, Source.LAYER)
-            )
+            self.products.note_softmax(node, softmax_dim(node), self.sources(origins, Source.LAYER))
         if not added and kept == ~0:
             return origins
-        return {
-            source: ((marks | added) if marks & WHOLE else marks) & kept for source, marks in origins.items()
-        }
+        whole = ((source, marks | added if marks & WHOLE else marks) for source, marks in origins.items())
+        return {source: marks & kept for source, marks in whole}
 
     def _selects_group(self, node: fx.Node, origins: Marks) -> bool:
         """Whether `node` selects one of several groups of output features of the layers in `origins`."""
         source, dim = node.all_input_nodes[0], argument_of(node, "dim")
-        if any(self.feeds.kind[origin] is not Source.LAYER for origin in origins):
+        if any(self.kind[origin] is not Source.LAYER for origin in origins):
             return False
         if any(axes(source, dim, layer) != features(layer) for layer in origins):
             return False
@@ -226,61 +208,55 @@ class FeedsSweep:
         value = tensor(node)
         if value is None or dim not in (-1, value.ndim - 1):
             return False
-        first, *others = (self.feeds.of_value.get(piece, _NOTHING) for piece in pieces)
+        first, *others = (self.of_value.get(piece, _NOTHING) for piece in pieces)
         return any(other.keys() != first.keys() for other in others)
-
-    def _is_gate(self, node: fx.Node) -> bool:
-        """Whether `node` multiplies two results of products elementwise, neither with a single feature."""
-        return len(node.all_input_nodes) == 2 and all(map(self._can_gate, node.all_input_nodes))
 
     def _can_gate(self, side: fx.Node) -> bool:
         """Whether `side` comes from a product and does not have exactly one feature."""
-        value, origins = tensor(side), self.feeds.of_value.get(side, _NOTHING)
+        value, origins = tensor(side), self.of_value.get(side, _NOTHING)
         if value is None or not value.ndim or size_or_none(value.shape[-1]) == 1:
             return False
-        return any(m & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, m in origins.items())
+        return any(m & WHOLE and self.kind[source] in _MULTIPLIED for source, m in origins.items())
 
     def _matmul(self, node: fx.Node, kind: Kind) -> Marks:
-        feeds = self.feeds
         if kind is Kind.LINEAR:
             return self._linear(node)
         if kind is Kind.PRODUCT:
             return self._product(node)
         if kind is not Kind.ATTENTION:
             return self._source(node, Source.OPAQUE)
-        feeds.products.attention_operator(node, feeds)
+        self.products.attention_operator(node, self)
         if Depends.DATA not in self._depends[operands(node)[0]]:
-            feeds.pooled.add(node)
+            self.pooled.add(node)
         return self._source(node, Source.ATTENTION)
 
     def _linear(self, node: fx.Node) -> Marks:
-        feeds, data = self.feeds, data_operand(node)
-        origins = feeds.of_value.get(data, _NOTHING)
-        scores = feeds.sources(origins, Source.PRODUCT)
-        if origins and len(scores) == len(origins) and feeds.products.mixes_heads(node, data, scores):
+        data = data_operand(node)
+        origins = self.of_value.get(data, _NOTHING)
+        scores = self.sources(origins, Source.PRODUCT)
+        if origins and len(scores) == len(origins) and self.products.mixes_heads(node, data, scores):
             return origins
-        feeds.layers.append(node)
+        self.layers.append(node)
         return self._source(node, Source.LAYER)
 
     def _product(self, node: fx.Node) -> Marks:
-        feeds = self.feeds
         pair = [arg for arg in operands(node) if isinstance(arg, fx.Node)]
-        origins = [feeds.of_value[arg] for arg in pair]
-        dispatched = [arg in feeds.chosen for arg in pair]
+        origins = [self.of_value[arg] for arg in pair]
+        dispatched = [arg in self.chosen for arg in pair]
         if any(dispatched):
-            feeds.chosen.add(node)
+            self.chosen.add(node)
         if not all(origins) or any(dispatched):
-            return merged(self.feeds.of_value[arg] for arg in pair)
+            return merged(self.of_value[arg] for arg in pair)
         for source in (*origins[0], *origins[1]):
             # normalised keys of a linear attention, whose second product is `node`
-            if feeds.products.rests_on_queries(source):
-                feeds.products.forget(source)
-                feeds.kind[source] = Source.PRODUCT
+            if self.products.rests_on_queries(source):
+                self.products.forget(source)
+                self.kind[source] = Source.PRODUCT
         for weights, values in ((0, 1), (1, 0)):
             soft = {source: marks for source, marks in origins[weights].items() if marks & SOFTMAXED}
-            if soft and feeds.products.is_attention(node, soft, pair[values], feeds):
-                if feeds.products.rests_on_queries(node):
-                    feeds.pooled.add(node)
+            if soft and self.products.is_attention(node, soft, pair[values], self):
+                if self.products.rests_on_queries(node):
+                    self.pooled.add(node)
                 return self._source(node, Source.ATTENTION)
         return self._source(node, Source.PRODUCT)
 

@@ -87,8 +87,7 @@ def dependencies(
         if node.op == "get_attr":
             marks[node] = _PARAMETER if tensor(node) is not None else 0
             continue
-        kind = kinds.get(id(node.target))
-        if kind is None:
+        if (kind := kinds.get(id(node.target))) is None:
             op = packet(node)
             kind = kinds[id(node.target)] = sum(bit for bit, members in _KINDS if op in members)
         flags = _NOISE if kind & _RANDOM else 0

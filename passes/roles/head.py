@@ -20,7 +20,7 @@ def _makes_result(site: Site) -> Holds | Fails:
             "its result is an output of the model, with nothing but elementwise operators in between"
         )
     if site.all_followers(Role.HEAD):
-        return Holds(f"its result goes to nothing but {named(f.layer for f in site.followers)}, a head")
+        return Holds(f"its result goes to nothing but {named(site.followers)}, a head")
     return Fails("its result is not an output of the model")
 
 

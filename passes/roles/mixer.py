@@ -23,12 +23,11 @@ def _is_mixed(site: Site) -> Holds | Fails:
         return Holds(
             "its result is mixed over tokens by products, sums or a recurrence before the next layer"
         )
-    filtered = [f.layer for f in site.followers if is_filter(f.marks) and site.role_of(f) is Role.MIXER_OUT]
-    if filtered:
+    outs = site.followers_of(Role.MIXER_OUT)
+    if filtered := [layer for layer in outs if is_filter(site.followers[layer])]:
         return Holds(f"a gated filter over tokens, without an activation, leads to {named(filtered)}")
-    outs = [f.layer for f in site.followers if site.role_of(f) is Role.MIXER_OUT]
     gated = [layer for layer in outs if gates(site, layer, Source.PRODUCT) or gates(site, layer, Source.SCAN)]
-    if gated and any(f.marks & BENT for f in site.followers):
+    if gated and any(marks & BENT for marks in site.followers.values()):
         return Holds(f"its result gates a mixer's, on the way to {named(gated)}")
     return Fails("nothing mixes its result over tokens before the next layer")
 
@@ -41,8 +40,7 @@ def is_filter(marks: int) -> bool:
 def _behind_mixer(site: Site) -> Holds | Fails:
     if site.sources(Source.PRODUCT, Source.SCAN):
         return Holds("its input was mixed over tokens by products, sums or a recurrence")
-    filtered = [layer for layer in site.sources(Source.LAYER) if is_filter(site.beyond[layer])]
-    if filtered:
+    if filtered := [layer for layer in site.sources(Source.LAYER) if is_filter(site.beyond[layer])]:
         return Holds(f"a gated filter over tokens, without an activation, leads to it from {named(filtered)}")
     return Fails("nothing mixed its input over tokens")
 

@@ -22,8 +22,9 @@ from mxcompile.passes.roles.head import HEAD, TIED_HEAD
 from mxcompile.passes.roles.mixer import MIXER_IN, MIXER_OUT
 from mxcompile.passes.roles.router import ROUTER
 from mxcompile.passes.roles.site import Site, named
-from mxcompile.passes.roles.sources import BESIDE
-from mxcompile.passes.roles.statement import Answer, Statement
+from mxcompile.passes.roles.sources import BENT, BESIDE, Source
+from mxcompile.passes.roles.statement import Holds, Statement
+from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
 
 STATEMENTS: tuple[Statement, ...] = (
@@ -49,32 +50,26 @@ STATEMENTS: tuple[Statement, ...] = (
 
 def role_of(site: Site) -> tuple[Role, Evidence]:
     """Returns the role of the layer at `site`, and its evidence. Layers that follow must have roles."""
-    nearest: tuple[int, Role, Answer] | None = None
+    most, nearest = 0, ""
     for statement in STATEMENTS:
         answer = statement.evaluate(site)
-        if answer.holds:
-            return statement.role, Evidence(holds=answer.says, nearest=_words(nearest))
-        if answer.clauses and (nearest is None or answer.clauses > nearest[0]):
-            nearest = (answer.clauses, statement.role, answer)
-    role = _inherited(site)
-    if role is not None:
-        layers = named(follower.layer for follower in site.followers)
-        says = f"the first step of {layers}, with no activation in between"
-        return role, Evidence(holds=says, nearest=_words(nearest))
+        if isinstance(answer, Holds):
+            return statement.role, Evidence(holds=answer.says, nearest=nearest)
+        if answer.clauses > most:
+            most, nearest = answer.clauses, f"{statement.role}: {answer.says}"
+    if (role := _inherited(site)) is not None:
+        says = f"the first step of {named(site.followers)}, with no activation in between"
+        return role, Evidence(holds=says, nearest=nearest)
     says = "no role's conditions are true"
-    if site.cut:
+    if site.used(CUT) or site.sources(Source.CUT):
         says = f"the graph is cut, which may hide its role: {says}"
-    return Role.OTHER, Evidence(holds=says, nearest=_words(nearest))
+    return Role.OTHER, Evidence(holds=says, nearest=nearest)
 
 
 def _inherited(site: Site) -> Role | None:
     """Returns the role that all readers of the result of `site` share, if they read it linearly."""
-    roles = {site.role_of(follower) for follower in site.followers}
-    if len(roles) != 1 or any(follower.activated or follower.marks & BESIDE for follower in site.followers):
+    roles = {site.model.roles[layer] for layer in site.followers}
+    if len(roles) != 1 or any(marks & (BENT | BESIDE) for marks in site.followers.values()):
         return None
     (role,) = roles
     return None if role in (Role.OTHER, Role.HEAD) else role
-
-
-def _words(nearest: tuple[int, Role, Answer] | None) -> str:
-    return f"{nearest[1]}: {nearest[2].says}" if nearest is not None else ""

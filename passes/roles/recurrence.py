@@ -35,8 +35,7 @@ class Recurrences:
 
         sources: sources of `node`.
         """
-        selection = _selection(node)
-        if selection is not None:
+        if (selection := _selection(node)) is not None:
             source, dim, index = selection
             self._taken[node] = {(source, dim): index}
             return []

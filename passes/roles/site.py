@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -17,7 +16,6 @@ from mxcompile.passes.roles.axes import contracted, data_operand
 from mxcompile.passes.roles.feeds import Feeds
 from mxcompile.passes.roles.flow import stored
 from mxcompile.passes.roles.sources import BENT, Marks, Source, merged
-from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
 from mxcompile.report.forms.words import listed
 
@@ -25,39 +23,27 @@ _CHAIN = 4
 _NAMED = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Follower:
-    """A layer that reads another layer's result, and the marks of the operators between them."""
-
-    layer: fx.Node
-    marks: int
-
-    @property
-    def activated(self) -> bool:
-        """Whether an activation or a gate lies in between."""
-        return bool(self.marks & BENT)
-
-
 class Model:
     """The sweeps' results for the whole graph.
 
-    followers: layers that read a layer's result. reads: numbers of the residual streams that a layer reads.
-    joined: number of the stream that a layer's result joins or starts. together: all sources of the value
-    that joins there. roles: roles of the layers after the current layer. read_for: how often these layers
-    read a stream, to condition other streams (True) or for anything else (False).
+    followers: layers that read a layer's result, with the marks of the operators in between. reads: numbers
+    of the residual streams that a layer reads. joined: number of the stream that a layer's result joins or
+    starts. together: all sources of the value that joins there. roles: roles of the layers after the current
+    layer. read_for: how often these layers read a stream, to condition other streams (True) or for anything
+    else (False).
     """
 
     def __init__(self, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> None:
         self.feeds, self.uses = feeds, uses
         self.has_streams, self.is_cut = has_streams, is_cut
-        self.followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
+        self.followers: dict[fx.Node, Marks] = {layer: {} for layer in feeds.layers}
         self.reads: dict[fx.Node, list[int]] = {}
         for layer in feeds.layers:
             for source, marks in feeds.of_value.get(data_operand(layer), {}).items():
                 if feeds.kind[source] is Source.STREAM:
                     self.reads.setdefault(layer, []).append(feeds.number[source])
                 elif source in self.followers:
-                    self.followers[source].append(Follower(layer=layer, marks=marks))
+                    self.followers[source][layer] = marks
         joins = [(source, sum_, all_) for sum_, all_ in feeds.before.items() for source in all_]
         self.joined = {source: feeds.number[sum_] for source, sum_, _ in joins}
         self.together = {source: all_ for source, _, all_ in joins}
@@ -88,17 +74,17 @@ class Site:
         return bool(self.model.uses[self.node] & marks)
 
     @property
-    def followers(self) -> list[Follower]:
-        """The layers that read its result."""
+    def followers(self) -> Marks:
+        """The layers that read its result, with the marks of the operators in between."""
         return self.model.followers[self.node]
 
-    def role_of(self, follower: Follower) -> Role:
-        """Returns the role of a layer that follows."""
-        return self.model.roles[follower.layer]
+    def followers_of(self, *roles: Role) -> list[fx.Node]:
+        """Returns the layers that follow and have a role in `roles`."""
+        return [layer for layer in self.followers if self.model.roles[layer] in roles]
 
     def all_followers(self, *roles: Role) -> bool:
         """Whether layers follow, and all have a role in `roles`."""
-        return bool(self.followers) and all(self.role_of(other) in roles for other in self.followers)
+        return bool(self.followers) and len(self.followers_of(*roles)) == len(self.followers)
 
     def sources(self, *kinds: Source) -> list[fx.Node]:
         """Returns the sources of its input that are of one of `kinds`, seen through low-rank pairs."""
@@ -114,11 +100,6 @@ class Site:
         """Layers from which its input comes through an activation or a gate."""
         layers = self.sources(Source.LAYER)
         return [layer for layer in layers if self.beyond[layer] & BENT]
-
-    @property
-    def cut(self) -> bool:
-        """Whether its input comes from another graph, or its result goes to another graph."""
-        return self.used(CUT) or bool(self.sources(Source.CUT))
 
     @property
     def chosen(self) -> bool:
@@ -141,8 +122,7 @@ class Site:
         if weight is None or weight.ndim < 3 or _divides_features(self.node):
             return False
         summed = _summed(self.node, self.tag.tensors.index("w"))
-        groups = self.model.feeds.groups.get(self.node)
-        if groups is None:
+        if (groups := self.model.feeds.groups.get(self.node)) is None:
             return any(size != 1 for dim, size in enumerate(weight.shape[:-2]) if dim not in summed)
         kept = [size for dim, size in enumerate(weight.shape) if size != 1 and dim not in summed]
         return len(kept) - (groups in kept) > 1

@@ -17,28 +17,20 @@ from mxcompile.policy import Role
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """A clause holds. `says`: the evidence, a phrase about "its" input or result."""
+    """A clause or a statement holds. `says`: the evidence, phrases about "its" input or result."""
 
     says: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fails:
-    """A clause does not hold. `says`: the reason."""
+    """It does not hold. `says`: the reason. clauses: for a statement, number of clauses that hold."""
 
     says: str
+    clauses: int = 0
 
 
 Clause = Callable[[Site], Holds | Fails]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The result of a statement for one layer. clauses: how many hold. `says`: the phrases of the clauses."""
-
-    holds: bool
-    clauses: int
-    says: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +40,8 @@ class Statement:
     role: Role
     clauses: tuple[Clause, ...]
 
-    def evaluate(self, site: Site) -> Answer:
-        """Returns whether the layer at `site` has the role, and the reason."""
+    def evaluate(self, site: Site) -> Holds | Fails:
+        """Returns whether the layer at `site` has the role, with the phrases up to a failure."""
         sentences: list[str] = []
         for count, clause in enumerate(self.clauses):
             match clause(site):
@@ -57,8 +49,8 @@ class Statement:
                     sentences += [says] if says else []
                 case Fails(says):
                     prefix = f"{'; '.join(sentences)}; but " if sentences else ""
-                    return Answer(holds=False, clauses=count, says=f"{prefix}{says}")
-        return Answer(holds=True, clauses=len(self.clauses), says="; ".join(sentences))
+                    return Fails(f"{prefix}{says}", count)
+        return Holds("; ".join(sentences))
 
 
 def clause(test: Callable[[Site], object], holds: str, fails: str) -> Clause:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -35,24 +34,15 @@ _DEPTH = 12
 _NONE: frozenset[fx.Node] = frozenset()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Streams:
-    """The residual streams of a graph.
+    """The residual streams among `nodes`, the forward of a graph in order.
 
     joins: additions to a stream, and their argument with the branch. skips: values that a branch is added to.
     """
 
-    joins: dict[fx.Node, fx.Node]
-    skips: frozenset[fx.Node]
-
-
-class StreamsSweep:
-    """A sweep over `nodes`, the forward of a graph in order."""
-
     def __init__(
         self, nodes: Sequence[fx.Node], depends: dict[fx.Node, Depends], traits: dict[fx.Node, int]
     ) -> None:
-        self._nodes = nodes
         self._traits = traits
         self._mixes: set[fx.Node] = set()
         self._past_join: set[fx.Node] = set()
@@ -62,8 +52,8 @@ class StreamsSweep:
         # the skips that a value contains, without a layer in between and behind a layer
         self._direct: dict[fx.Node, frozenset[fx.Node]] = {}
         self._worked: dict[fx.Node, frozenset[fx.Node]] = {}
-        self._joins: dict[fx.Node, fx.Node] = {}
-        self._skips: set[fx.Node] = set()
+        self.joins: dict[fx.Node, fx.Node] = {}
+        self.skips: set[fx.Node] = set()
         self._bases: dict[fx.Node, tuple[list[fx.Node], list[fx.Node]]] = {}
         self._last: dict[fx.Node, int] = {}
         for index, node in enumerate(nodes):
@@ -71,6 +61,7 @@ class StreamsSweep:
                 lhs, rhs = (self._bases_of(arg) for arg in node.args[:2])
                 self._bases[node] = lhs, rhs
                 self._last.update(dict.fromkeys([*lhs, *rhs], index))
+        self._sweep(nodes)
 
     def _bases_of(self, argument: Any) -> list[fx.Node]:
         """Returns the values that `argument` of a sum still contains and that other nodes read too."""
@@ -81,8 +72,7 @@ class StreamsSweep:
             if not isinstance(node, fx.Node) or node not in self._position or not depth:
                 continue
             forked = forked or node in self._forks
-            before = self._passed_arguments(node, forked)
-            if before:
+            if before := self._passed_arguments(node, forked):
                 pending += [(arg, forked, depth - 1) for arg in before]
             elif forked:
                 bases.append(node)
@@ -105,16 +95,15 @@ class StreamsSweep:
             return list(node.args[:2])
         return []
 
-    def run(self) -> Streams:
-        """Returns the residual streams."""
+    def _sweep(self, nodes: Sequence[fx.Node]) -> None:
         direct, worked = self._direct, self._worked
-        for index, node in enumerate(self._nodes):
+        for index, node in enumerate(nodes):
             arguments, traits = node.all_input_nodes, self._traits[node]
             self._join(node)
             near = self._union(direct, arguments, index)
             far = self._union(worked, arguments, index)
-            if node in self._joins:
-                kept = [arg for arg in arguments if arg is not self._joins[node]]
+            if node in self.joins:
+                kept = [arg for arg in arguments if arg is not self.joins[node]]
                 near = self._union(direct, kept, index)
                 far &= near | self._union(worked, kept, index)
                 self._past_join.add(node)
@@ -129,7 +118,6 @@ class StreamsSweep:
             if self._last.get(node, -1) > index:
                 near |= {node}
             direct[node], worked[node] = near, far
-        return Streams(joins=self._joins, skips=frozenset(self._skips))
 
     def _union(
         self, by_node: dict[fx.Node, frozenset[fx.Node]], arguments: list[fx.Node], index: int
@@ -152,8 +140,8 @@ class StreamsSweep:
                 overall = base.op == "placeholder" and branch in self._past_join
                 computed = base in self._worked[branch] and base not in self._direct[branch]
                 if computed and not overall and not self._is_mix(base, branch):
-                    self._joins[node] = branch
-                    self._skips.add(base)
+                    self.joins[node] = branch
+                    self.skips.add(base)
 
     def _is_mix(self, base: fx.Node, branch: fx.Node) -> bool:
         """Whether `branch` is a layer directly on `base`, the scores of an attention, and mixes the heads."""

@@ -7,37 +7,25 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from mxcompile.graph.opsets import (
-    ACTIVATIONS,
-    LINEAR_OPS,
-    LOOKUPS,
-    RANDOM,
-    REDUCTIONS,
-    SCANS,
-    SOFTMAX,
-    SUMS,
-    TOP_K,
-    TRANSPARENT,
-    aten,
-    packet,
-)
+from mxcompile.graph import opsets
+from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import KEY
 
 LINEAR, VIEW, ACTIVATION, REDUCTION, SOFT, SUM, SELECTION = 1, 2, 4, 8, 16, 32, 64
 LOOKUP, SCAN, FACTOR, RANDOMS, CONVOLUTION, CALL, MATMUL = 128, 256, 512, 1024, 2048, 4096, 8192
 
 _SETS = (
-    (LINEAR, LINEAR_OPS),
-    (VIEW, TRANSPARENT),
-    (ACTIVATION, ACTIVATIONS),
-    (REDUCTION, REDUCTIONS),
-    (SOFT, SOFTMAX | {aten.exp}),
-    (SUM, SUMS),
-    (SELECTION, TOP_K),
-    (LOOKUP, LOOKUPS),
-    (SCAN, SCANS),
+    (LINEAR, opsets.LINEAR_OPS),
+    (VIEW, opsets.TRANSPARENT),
+    (ACTIVATION, opsets.ACTIVATIONS),
+    (REDUCTION, opsets.REDUCTIONS),
+    (SOFT, opsets.SOFTMAX | {aten.exp}),
+    (SUM, opsets.SUMS),
+    (SELECTION, opsets.TOP_K),
+    (LOOKUP, opsets.LOOKUPS),
+    (SCAN, opsets.SCANS),
     (FACTOR, frozenset({aten.mul, aten.div})),
-    (RANDOMS, RANDOM),
+    (RANDOMS, opsets.RANDOM),
     (CONVOLUTION, frozenset({aten.convolution})),
 )
 
@@ -51,8 +39,7 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
             marks[node] = 0
             continue
         key = id(node.target)
-        traits = by_operator.get(key)
-        if traits is None:
+        if (traits := by_operator.get(key)) is None:
             op = packet(node)
             by_operator[key] = traits = CALL | sum(trait for trait, members in _SETS if op in members)
         marks[node] = traits | MATMUL if KEY in node.meta else traits

@@ -67,8 +67,7 @@ class UsesSweep:
         if node in self._feeds.products.biases:
             here |= SCORES
         for user in node.users:
-            there = self.uses.get(user)
-            if there is not None:
+            if (there := self.uses.get(user)) is not None:
                 here |= self._uses_by(node, user, there)
         if node in self._feeds.products.soft and here & LAYER:
             self._feeds.products.read.update(arg for arg in operands(node) if isinstance(arg, fx.Node))

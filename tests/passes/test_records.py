@@ -24,6 +24,7 @@ from mxcompile import ops
 from mxcompile.errors import VerificationError
 from mxcompile.graph.opsets import is_matmul_like
 from mxcompile.graph.tags import set_tag, tags_of
+from mxcompile.models.blocks import Blocks
 from mxcompile.passes import pipeline
 from mxcompile.passes.decide import obstacle
 from mxcompile.passes.record import records
@@ -109,7 +110,8 @@ def traced(function: Any, *args: Tensor) -> fx.Graph:
 
 def decided_graph() -> fx.Graph:
     graph = traced(lambda x, w: x @ w, torch.randn(4, 8), torch.randn(8, 4))
-    pipeline.run(pipeline.joint_passes(pipeline.Context(policy=Policy())), graph)
+    facts = {"strict": False, "inputs": (), "blocks": Blocks(), "cut": "", "planned": {}, "tapped": False}
+    pipeline.run(pipeline.joint_passes(Policy(), **facts), graph)
     return graph
 
 

@@ -46,7 +46,7 @@ from probes import (
 from torch import nn
 
 from mxcompile.passes.roles.precedence import STATEMENTS
-from mxcompile.passes.roles.statement import Statement
+from mxcompile.passes.roles.statement import Holds, Statement
 
 
 @pytest.mark.parametrize(("model", "names"), [(Pooled(True), ["query"]), (Talking(), ["before", "after"])])
@@ -325,7 +325,7 @@ def test_every_statement_is_true_of_some_layer_and_false_of_another(monkeypatch)
     def recorded(statement, site):
         answer = evaluate(statement, site)
         assert answer.says
-        seen[statement].add(answer.holds)
+        seen[statement].add(isinstance(answer, Holds))
         return answer
 
     monkeypatch.setattr(Statement, "evaluate", recorded)

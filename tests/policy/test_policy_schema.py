@@ -12,11 +12,11 @@ from test_policy_values import POLICIES
 
 from mxcompile.cli import main
 from mxcompile.errors import PolicyError
-from mxcompile.policy import Policy, json_schema, schema
+from mxcompile.policy import Policy, schema
 from mxcompile.policy.yaml_data import YamlProblem, load
 
 jsonschema = pytest.importorskip("jsonschema")
-VALIDATOR = jsonschema.Draft202012Validator(json.loads(json_schema.PATH.read_text(encoding="utf-8")))
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(schema.PATH.read_text(encoding="utf-8")))
 
 NOT_STRUCTURE = (
     "shadowed: ",
@@ -54,12 +54,12 @@ def test_policy_schema_is_valid_json_schema():
 
 
 def test_schema_file_equals_the_generated_schema():
-    assert json_schema.PATH.read_text(encoding="utf-8") == json_schema.text()
+    assert schema.PATH.read_text(encoding="utf-8") == schema.json_schema()
 
 
 def test_policy_schema_command_prints_the_schema(capsys):
     assert main(["policy", "schema"]) == 0
-    assert capsys.readouterr().out == json_schema.text()
+    assert capsys.readouterr().out == schema.json_schema()
 
 
 @pytest.mark.parametrize("name", VALID)

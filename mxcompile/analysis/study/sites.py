@@ -19,9 +19,8 @@ from torch import Tensor, fx
 from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.graph.build import Builder
-from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import argument, packet
-from mxcompile.graph.reshapes import retaken
+from mxcompile.graph.reshapes import producing_call, retaken
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
 from mxcompile.ops.view import Cast, Product
 

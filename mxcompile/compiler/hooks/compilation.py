@@ -176,9 +176,9 @@ class Compilation:
             return
         name_constants(graph, self.capture.tree)
         plan = self.capture.planned.plan
-        context = passes.Context(
+        steps = passes.joint_passes(
+            self.options.policy,
             inputs=self.capture.inputs,
-            policy=self.options.policy,
             strict=self.options.strict,
             blocks=self.capture.blocks,
             cut=self.capture.cut,
@@ -188,7 +188,7 @@ class Compilation:
         trace_graph(graph, "before")
         start = time.perf_counter()
         try:
-            passes.run(passes.joint_passes(context), graph)
+            passes.run(steps, graph)
         except UnsupportedError as error:
             if self.capture.cut:  # its rules may be for other parts
                 raise error from None

@@ -123,8 +123,7 @@ class Setting(Location):
             raise self.error(_OWN_PATH.sub("", str(error))) from None
         if raw in draft.rules:
             return
-        earlier = draft.shadows.add(rule.match)
-        if earlier:
+        if earlier := draft.shadows.add(rule.match):
             self.note(f"never reached: {rule_words(earlier)} of the policy matched all its layers before")
             return
         draft.rules.append(raw)

@@ -48,8 +48,7 @@ _Modifier = tuple[str, dict[str, Any], Setting]
 
 def convert(data: Any, setting: Setting) -> None:
     """Adds the rules of all modifiers, the last first because it overwrites the others."""
-    modifiers = list(_modifiers(data, setting))
-    if not modifiers:
+    if not (modifiers := list(_modifiers(data, setting))):
         raise setting.error("no modifiers: expected stages, such as quant_stage, with quant_modifiers")
     quantizing = []
     for modifier in modifiers:
@@ -61,8 +60,7 @@ def convert(data: Any, setting: Setting) -> None:
     ignores = [settings.get("ignore") for _, settings, _ in quantizing]
     sets = [frozenset(map(str, names)) if isinstance(names, list) else frozenset() for names in ignores]
     for (_, _, at), names in zip(quantizing, sets, strict=True):
-        alone = sorted(names - frozenset.intersection(*sets))
-        if alone:
+        if alone := sorted(names - frozenset.intersection(*sets)):
             at.at("ignore").note(
                 f"{', '.join(alone)}: ignored by this modifier alone: here in BF16 for all modifiers"
             )
@@ -80,14 +78,14 @@ def convert(data: Any, setting: Setting) -> None:
 def _modifiers(data: Any, setting: Setting) -> Iterable[_Modifier]:
     if not isinstance(data, dict):
         raise setting.error("a recipe must be a mapping of stages")
-    if "quantization_config" in data or "config_groups" in data:
-        nested = "quantization_config" in data
-        inner, at = (
-            (data["quantization_config"], setting.at("quantization_config")) if nested else (data, setting)
-        )
-        if not isinstance(inner, dict):
-            raise at.expected("a mapping", inner)
-        yield "QuantizationModifier", inner, at
+    if "quantization_config" in data:
+        data, setting = data["quantization_config"], setting.at("quantization_config")
+        if not isinstance(data, dict):
+            raise setting.expected("a mapping", data)
+        yield "QuantizationModifier", data, setting
+        return
+    if "config_groups" in data:
+        yield "QuantizationModifier", data, setting
         return
     for stage, groups in data.items():
         if not str(stage).endswith("_stage") or not isinstance(groups, dict):
@@ -196,11 +194,8 @@ def _scheme(scheme: dict[str, Any], setting: Setting) -> Any:
     if activations is None:
         setting.note(_WEIGHT_ONLY)
     strategies = weights.get("strategy"), both[1].get("strategy")
-    scalings: dict[tuple[Any, Any], str] = {
-        ("tensor", "tensor"): "tensor",
-        ("channel", "token"): "channel",
-        ("channel", "channel"): "channel",
-    }
+    scalings: dict[tuple[Any, Any], str] = {("tensor", "tensor"): "tensor"}
+    scalings |= dict.fromkeys((("channel", "token"), ("channel", "channel")), "channel")
     if weights.get("block_structure") == [128, 128] and both[1].get("group_size") == 128:
         scalings["block", "group"] = "block"
     if (scaling := scalings.get(strategies)) is not None:

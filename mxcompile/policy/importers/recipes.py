@@ -113,9 +113,8 @@ def _four_over_six(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
         raise setting.at("nvfp4_4over6_err_mode").error(not_allowed("error", value, allowed))
     if not chosen:
         return {}
-    bounds: dict[str, Any] = {
-        operand: min(BOUNDS) if operand in narrow else max(BOUNDS) for operand in chosen
-    }
+    least, most = min(BOUNDS), max(BOUNDS)
+    bounds: dict[str, Any] = {operand: least if operand in narrow else most for operand in chosen}
     return {"four_over_six": bounds if error == BlockError.MAE else {**bounds, "error": error}}
 
 
@@ -164,22 +163,19 @@ _NVFP4_PARTS: dict[str, tuple[str, Any]] = {
 """Flags of NVFP4BlockScaling, and the key and value that turn off the same part of the preset."""
 _SCOPES = {"none": "", "weights": "w", "activations": "x", "all": "xw"}
 """The operands of each scope of NVFP4BlockScaling, a letter each."""
-_NVFP4_MORE = frozenset(
+_NVFP4_FIELDS = frozenset(
     {
-        "fp4_format",
-        "row_scaled_activation",
-        "nvfp4_4over6",
-        "nvfp4_4over6_e4m3_use_256",
+        *_NVFP4_PARTS, "fp4_format", "row_scaled_activation", "nvfp4_4over6", "nvfp4_4over6_e4m3_use_256",
         "nvfp4_4over6_err_mode",
     }
-)
+)  # fmt: skip
 _Read = Callable[[dict[str, Any], Setting], dict[str, Any]]
 _RECIPES: dict[str, tuple[str, str, frozenset[str], _Read]] = {
     "DelayedScaling": ("fp8_delayed", "HYBRID", _HISTORY, _delayed),
     "Float8CurrentScaling": ("fp8_tensor", "HYBRID", frozenset({"use_power_2_scales"}), _tensorwise),
     "Float8BlockScaling": ("fp8_block", "E4M3", frozenset({"use_f32_scales", *_BLOCK_DIMS}), _block),
     "MXFP8BlockScaling": ("nvidia", "E4M3", frozenset({"margin"}), lambda *_: {}),
-    "NVFP4BlockScaling": ("nvfp4", "", frozenset(_NVFP4_PARTS) | _NVFP4_MORE, _nvfp4),
+    "NVFP4BlockScaling": ("nvfp4", "", _NVFP4_FIELDS, _nvfp4),
     "tensorwise": ("fp8_tensor", "", frozenset({_POW2}), _tensorwise),
     "rowwise": ("fp8_rowwise", "", frozenset({_POW2}), _rowwise),
     "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", "", frozenset({_POW2}), _rowwise_hp),

@@ -186,9 +186,8 @@ def _mx(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str] | s
         setting.note(f"{kind} with elements that are not FP8, or blocks of {block}: the layer stays in BF16")
         return _UNQUANTIZED
     use = {"fprop": "mxfp8", "elem_dtype": str(elems.pop())}
-    scaling = _word(
-        data.get("scaling_mode"), "RCEIL" if kind == "MXDynamicActivationMXWeightConfig" else "FLOOR"
-    )
+    usual = "RCEIL" if kind == "MXDynamicActivationMXWeightConfig" else "FLOOR"
+    scaling = _word(data.get("scaling_mode"), usual)
     if scaling.lower() in tuple(Rounding):
         return {**use, "rounding": scaling.lower()}
     setting.note(f"unknown scaling mode {scaling}: here RCEIL")

@@ -54,8 +54,7 @@ def convert(data: Any, setting: Setting) -> None:
             inner.note("is disabled there")
             continue
         names = _names(section.get("layers"), inner.at("layers"))
-        use = _features(section, inner)
-        if use:
+        if use := _features(section, inner):
             words = set(use.values())
             shortest = words.pop() if len(words) == 1 and set(use) == set(_GEMMS) else use
             inner.at("layers").rule({"name": names}, shortest, f"section {name}")
