@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,8 @@ def load_quantized(
 def value_dtype(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> torch.dtype:
     """Returns the dtype of the values of stored weights, if the checkpoint does not contain it.
 
-    Args:
-        checkpoint: The checkpoint.
-        raw: Its config.json, or an empty mapping.
-
-    Returns:
-        The dtype in `raw`, else the dtype of all floating-point weights that are not quantized; BF16 if
-        there are several.
+    It is the dtype in `raw`, its config.json, else the dtype of all floating-point weights that are not
+    quantized; BF16 if there are several.
     """
     of_config = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
     if isinstance(of_config, torch.dtype) and of_config.is_floating_point:
@@ -93,20 +89,15 @@ def value_dtype(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def from_directory(directory: Path, dtype: torch.dtype) -> Any:
-    """Returns the Hugging Face model of a directory with its weights, quantized or plain.
-
-    Args:
-        directory: The directory, with a config.json.
-        dtype: Dtype of values, if the checkpoint does not contain it.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or does not fit the config.json.
-    """
+    """Returns the Hugging Face model of a directory with its weights, quantized or plain."""
     return _huggingface(Checkpoint.open(directory), dtype)
 
 
 def _huggingface(checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
-    """Returns the model of a directory's config.json with its weights. dtype: None for `value_dtype`."""
+    """Returns the model of a directory's config.json with its weights. Raises `CheckpointError`.
+
+    dtype: dtype of values, if the checkpoint does not contain it; None for `value_dtype`.
+    """
     path = checkpoint.path
     raw = read_json(path / "config.json")
     dtype = dtype or value_dtype(checkpoint, raw)
@@ -141,25 +132,12 @@ class _Unread:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copies the parameters and buffers of `checkpoint` into `model`, converted to the dtypes in `model`.
+    """Replaces the tensors of `model` by those in `checkpoint`, in the dtypes and on the devices of `model`.
 
     Names may have the prefixes of wrappers. Raises `CheckpointError` if the checkpoint does not fit.
     """
-    extra = _extra_states(model)
-    state = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    places = {name: value for name, value in state.items() if name not in extra}
-    by_name = {user_path(name): name for name in checkpoint.entries if user_path(name) not in extra}
-    _check_names(checkpoint.path, by_name, places)
-    for name, stored_name in by_name.items():
-        shape, expected = checkpoint.entries[stored_name].shape, tuple(places[name].shape)
-        if shape != expected:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shape}, the model's {expected}")
-    with torch.no_grad():
-        for name, stored_name in by_name.items():
-            places[name].copy_(checkpoint.read(stored_name))
-    for name in checkpoint.entries:
-        if user_path(name) in extra:
-            extra[user_path(name)].set_extra_state(checkpoint.read(name))
+    reading = {user_path(name): partial(checkpoint.read, name) for name in checkpoint.entries}
+    _assign(checkpoint.path, model, reading, converts=True)
 
 
 def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -213,8 +191,13 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
 
-def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`."""
+def _assign(
+    path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]], *, converts: bool = False
+) -> None:
+    """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`.
+
+    converts: whether to convert it to the dtype and device of the replaced tensor.
+    """
     places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
@@ -228,6 +211,7 @@ def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Ten
     _check_names(path, parameters, tensors)
     for name, read in tqdm(parameters.items(), desc="load", unit="tensor", disable=None, leave=False):
         value, old = read(), tensors[name]
+        value = value.to(old) if converts else value
         if value.shape != old.shape:
             shapes = f"shape {tuple(value.shape)}, the model's {tuple(old.shape)}"
             raise CheckpointError(f"{path}: {name!r} has {shapes}")

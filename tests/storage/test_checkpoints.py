@@ -295,7 +295,7 @@ def gpt_oss(folder) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")  # Transformers comments on itself
 def test_experts_of_gpt_oss_stay_in_their_mxfp4(tmp_path):
     """Their values are those that Transformers decodes, and the model computes with them."""
-    from mxcompile.checkpoint.layouts import contents
+    from mxcompile.checkpoint.layouts import weights_in
 
     model = gpt_oss(tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
@@ -306,9 +306,9 @@ def test_experts_of_gpt_oss_stay_in_their_mxfp4(tmp_path):
         assert weight.stored_bytes * 32 == 17 * weight.numel()
         assert torch.equal(weight.dequantize(), getattr(experts, name))
     assert_same_logits(TOKENS, loaded, model)
-    layout, groups = contents(Checkpoint.open(tmp_path / "out"))
+    layout, weights = weights_in(Checkpoint.open(tmp_path / "out"))
     assert layout == "gpt-oss"
-    shapes = {group.shape for group in groups if group.kind == "mxfp4 e2m1"}
+    shapes = {weight.shape for weight in weights if weight.precision == "mxfp4"}
     assert shapes == {(4, 64, 192), (4, 96, 64)}
     with pytest.raises(CheckpointError, match="down_proj: compressed-tensors has blocks along the last"):
         mxcompile.save_quantized(loaded, tmp_path / "again")
