@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mxcompile.errors import OptionError, nearest, not_allowed, shown
+from mxcompile.errors import OptionError, check_word, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
 from mxcompile.report import Ledger, form_of
@@ -67,8 +67,7 @@ class Options:
             raise OptionError(f"options must be a dict with {', '.join(KEYS)}, found {options!r}")
         raw = dict(options or {})
         for key in raw:
-            if key not in KEYS:
-                raise OptionError(not_allowed("option", key, KEYS))
+            check_word("option", key, KEYS)
         strict = raw.get("strict", False)
         if not isinstance(strict, bool):
             raise OptionError(f"option 'strict' must be True or False, found {strict!r}")
@@ -111,7 +110,7 @@ class Options:
         if self.watch is None:
             return self
         policy = self.policy.at(self.watch.next_step)
-        return replace(self, policy=self.watch.over(policy), user_policy=policy)
+        return replace(self, policy=self.watch.fallbacks.over(policy), user_policy=policy)
 
 
 def _report(value: Any) -> Path | None:
@@ -133,9 +132,7 @@ def _mode(mode: Any) -> str | None:
 
     if mode is None or mode == "default":
         return None
-    modes = [*list_mode_options()]
-    if mode not in modes:
-        raise OptionError(not_allowed("mode", mode, modes))
+    check_word("mode", mode, [*list_mode_options()])
     return str(mode)
 
 
