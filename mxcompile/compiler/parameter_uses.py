@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,19 +21,12 @@ from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
 from mxcompile.compiler.session.options import Options
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import GraphInput
+from mxcompile.passes.weights import TileUse, WeightUse
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord
 
-
-class OfParameter(Protocol):
-    """A use of the parameter at `path`."""
-
-    @property
-    def path(self) -> str: ...  # noqa: D102
-
-
-Use = TypeVar("Use", bound=OfParameter)
+Use = TypeVar("Use", WeightUse, TileUse)
 Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[Use]]
 """Yields the uses of parameters in a graph after the passes."""
 
