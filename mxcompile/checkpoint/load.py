@@ -27,7 +27,7 @@ from mxcompile.lowering.inductor import (
     decode as decode,  # registers Inductor's dequantize, also for AOTInductor packages
 )
 from mxcompile.models.named import configuration, model_class
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.names import Owner, joined, user_path
 from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
 
@@ -132,12 +132,12 @@ class _Unread:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Replaces the tensors of `model` by those in `checkpoint`, in the dtypes and on the devices of `model`.
+    """Copies the parameters and buffers of `checkpoint` into `model`, converted to the dtypes in `model`.
 
     Names may have the prefixes of wrappers. Raises `CheckpointError` if the checkpoint does not fit.
     """
     reading = {user_path(name): partial(checkpoint.read, name) for name in checkpoint.entries}
-    _assign(checkpoint.path, model, reading, converts=True)
+    _assign(checkpoint.path, model, reading, copies=True)
 
 
 def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -192,32 +192,34 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _assign(
-    path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]], *, converts: bool = False
+    path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]], *, copies: bool = False
 ) -> None:
     """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`.
 
-    converts: whether to convert it to the dtype and device of the replaced tensor.
+    copies: whether the values are copied into the model's own tensors instead.
     """
-    places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    places: defaultdict[int, list[Owner]] = defaultdict(list)
     tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for owned in (module._parameters, module._buffers):
             for attribute, value in owned.items():
                 if value is not None and attribute not in module._non_persistent_buffers_set:
                     tensors[user_path(joined(prefix, attribute))] = value
-                    places[id(value)].append((owned, attribute))
+                    places[id(value)].append((module, attribute))
     extra = _extra_states(model)
     parameters = {name: read for name, read in reading.items() if name not in extra}
     _check_names(path, parameters, tensors)
     for name, read in tqdm(parameters.items(), desc="load", unit="tensor", disable=None, leave=False):
         value, old = read(), tensors[name]
-        value = value.to(old) if converts else value
         if value.shape != old.shape:
             shapes = f"shape {tuple(value.shape)}, the model's {tuple(old.shape)}"
             raise CheckpointError(f"{path}: {name!r} has {shapes}")
+        if copies:
+            old.detach().copy_(value)
+            continue
         trained = old.requires_grad and not isinstance(value, MXTensor)
         new = nn.Parameter(value, requires_grad=trained) if isinstance(old, nn.Parameter) else value
-        for owned, attribute in places[id(old)]:
-            owned[attribute] = new
+        for module, attribute in places[id(old)]:
+            setattr(module, attribute, new)  # a recurrent layer lists its weights in an attribute, too
     for name in reading.keys() & extra.keys():
         extra[name].set_extra_state(reading[name]())

@@ -26,7 +26,7 @@ from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord
 
-Use = TypeVar("Use", WeightUse, TileUse)
+Use = TypeVar("Use", bound=WeightUse | TileUse)
 Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[Use]]
 """Yields the uses of parameters in a graph after the passes."""
 

@@ -41,7 +41,7 @@ def planned_weights(
     """Returns the decision of a policy for each matrix of a model. Warns about rules without effect.
 
     The weights of linear layers and embeddings come first, then all other matrices, by path. Arguments and
-    errors are those of `quantize_weights_`; `model` does not change.
+    errors are as for `quantize_weights_`; `model` does not change.
     """
     for path, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):

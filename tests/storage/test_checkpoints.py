@@ -370,6 +370,15 @@ def test_a_buffer_of_any_dtype_of_safetensors_round_trips(tmp_path, dtype):
     assert torch.equal(loaded.table.view(torch.uint8), torch.arange(8, dtype=torch.uint8))
 
 
+def test_a_recurrent_layer_runs_with_its_loaded_weights(tmp_path):
+    model, fresh = (nn.Sequential(nn.LSTM(32, 32), nn.Linear(32, 32)) for _ in range(2))
+    model[1].weight = nn.Parameter(mxcompile.quantize(model[1].weight), requires_grad=False)
+    mxcompile.save_quantized(model, tmp_path / "out")
+    mxcompile.load_quantized(tmp_path / "out", fresh)
+    x = torch.randn(4, 32)
+    assert torch.equal(fresh[0](x)[0], model[0](x)[0])
+
+
 def test_a_compiled_model_is_saved_and_loaded_as_itself(tmp_path):
     model = stored()
     mxcompile.save_quantized(torch.compile(model, backend="eager"), tmp_path / "out")

@@ -67,8 +67,8 @@ class Compilation:
         count: Callable[[str], int] = lambda _path: 1,
         *,
         tapped: bool = False,
-        after: Callable[[fx.Graph], None] | None = None,
-        parted: Callable[[fx.Graph, fx.Graph], None] | None = None,
+        after: Callable[[fx.Graph], None] = lambda _graph: None,
+        parted: Callable[[fx.Graph, fx.Graph], None] = lambda _forward, _backward: None,
     ) -> None:
         self.options = options
         self.capture = capture
@@ -215,8 +215,7 @@ class Compilation:
         )
         self._counted = Counter()
         self._count_work(graph)
-        if self._after is not None:
-            self._after(graph)
+        self._after(graph)
 
     def _count_work(self, *graphs: fx.Graph) -> None:
         """Replaces the counts of casts and sent bytes of a joint graph by those in `graphs`."""
@@ -240,8 +239,7 @@ class Compilation:
         )
         self._add(wire_bytes=gathers.backward, wire_bytes_bf16=gathers.backward_without)
         self._count_work(forward, backward)
-        if self._parted is not None:
-            self._parted(forward, backward)
+        self._parted(forward, backward)
         watching = Watching(sites=self._sites, only_nonfinite=self._only_nonfinite)
         changed |= watching.apply(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)

@@ -198,8 +198,7 @@ def _check_ran(
         missing = {name: gemms for name, gemms in missing.items() if name in may_have_run}
     if missing:
         forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
-        backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]
-        backward = [layer for layer in backward if layer not in forward]
+        backward = [layer for layer in plan.layers if layer.name in missing and layer not in forward]
         texts = []
         if not is_sure:
             names = spelled([*forward, *backward])

@@ -89,15 +89,12 @@ class Options:
 
     def fingerprint(self) -> str:
         """Returns all options that can change the compiled code, as text."""
-        return self._fingerprint(self.policy)
+        return repr((self.policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
 
     @property
     def group(self) -> str:
         """Key of a report: the fingerprint with the user's policy, before the watch changed it."""
-        return self._fingerprint(self.user_policy or self.policy)
-
-    def _fingerprint(self, policy: Policy) -> str:
-        return repr((policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
+        return replace(self, policy=self.user_policy or self.policy).fingerprint()
 
     def ledger(self, target: str, model: nn.Module | None) -> Ledger:
         """Returns an empty ledger for the report of `model`, compiled with these options for `target`."""
