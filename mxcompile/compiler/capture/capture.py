@@ -23,17 +23,14 @@ from mxcompile.report.files import rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """A graph from Dynamo.
+    """A graph from Dynamo. `Located` describes `inputs`, `tree`, `prefix`, `module`, `owners` and `readers`.
 
-    inputs: description of each input. root: the user's model, if known. tree: its modules and tensors.
-    prefix: path of the module around those through which the graph reads its parameters. module: path of the
-    module whose code is compiled. blocks: blocks of the model. owners: Dynamo's source and the path of each
-    module through which the graph reads parameters, the model itself excepted. readers: all modules on the
-    way to an input, in `tree` or not. cut: reason why the graph covers only a part of the model, "" for the
-    whole. stage: whether the model is a pipeline stage. backward: whether compiled autograd compiles the
-    backward of earlier graphs. planned: plan of the whole model, if `cut`. gathers: bytes of FSDP2's gathers.
-    device: device that the graph computes on, an accelerator if any input is on one. identity: hash of
-    everything that the graph's report depends on, including source lines and input shapes.
+    root: the user's model, if known. blocks: blocks of the model. cut: reason why the graph covers only a
+    part of the model, "" for the whole. stage: whether the model is a pipeline stage. backward: whether
+    compiled autograd compiles the backward of earlier graphs. planned: plan of the whole model, if `cut`.
+    gathers: bytes of FSDP2's gathers. device: device that the graph computes on, an accelerator if any input
+    is on one. identity: hash of everything that the graph's report depends on, including source lines and
+    input shapes.
     """
 
     inputs: tuple[GraphInput, ...]

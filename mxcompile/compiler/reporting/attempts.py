@@ -169,7 +169,7 @@ class _End:
         if not any(reported):
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
             modules = [path for path in starts if path is not None]
-            check_modules(root, options, call.args, call.kwargs, modules, self.runs.layers)
+            check_modules(root, options, call.args, call.kwargs, modules, self.runs.gemms)
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:

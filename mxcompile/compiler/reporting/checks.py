@@ -121,19 +121,19 @@ def check_modules(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     modules: Sequence[str],
-    ran: set[str],
+    runs: Iterable[tuple[str, Gemm]],
 ) -> None:
     """Reports layers that a call ran outside of compiled code, although other calls compile them.
 
-    args, kwargs: arguments of the call of `root`. modules: paths of compiled modules that the call ran. ran:
-    layers that compiled code computed. Raises `UnsupportedError` in strict mode.
+    args, kwargs: arguments of the call of `root`. modules: paths of compiled modules that the call ran. runs:
+    GEMMs that compiled code computed. Raises `UnsupportedError` in strict mode.
     """
     plan = session_of(root).plan
     if plan is None:
         return
     pending = {gemm.name for gemm in REGISTRY.pending(root, options.group) if gemm.gemm == Gemm.FPROP}
     expected = {tag.name for tag in _quantized(plan, options) if _is_in(tag.name, modules)}
-    missing = expected - ran - pending
+    missing = expected - pending - {name for name, gemm in runs if gemm == Gemm.FPROP}
     missing &= _layers_of_call(root, args, kwargs) or set() if missing else set()
     if missing:
         names = spelled([layer for layer in plan.layers if layer.name in missing])

@@ -34,12 +34,10 @@ KEYS = ("policy", "report", "target", "strict", "inductor", "watch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Checked options.
+    """The checked options of a `Backend`.
 
-    policy: policy with the watch's changes. report: file of the report. target: "auto" or a name in
-    `lowering.targets.TARGETS`. strict: whether to raise instead of a fallback, and for rules without effect.
-    mode: mode of Inductor. inductor: overrides of ``torch._inductor.config``. watch: the `Watch` of training
-    steps, if any. user_policy: the user's policy for the step, before the watch changed it.
+    policy: policy with the watch's changes. user_policy: the user's policy for the step, before the watch
+    changed it.
     """
 
     policy: Policy = field(default_factory=Policy)
