@@ -14,8 +14,7 @@ from typing import Any
 from torch import fx
 from torch._inductor import config, list_mode_options
 
-from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.capture.gathers import Gathers
+from mxcompile.compiler.capture.capture import Capture, Gathers
 from mxcompile.compiler.capture.locate import name_constants
 from mxcompile.compiler.hooks.compiled_autograd import OwnedGemms, mark, marks, token
 from mxcompile.compiler.hooks.inductor import (
