@@ -161,7 +161,7 @@ class _End:
             return
         has_code = not failed and bool(session_of(root).places)  # else perhaps no code has a graph
         if self.is_whole and (REGISTRY.knows(root, options.group) or not has_code):
-            check_call(root, options, call.args, call.kwargs, self.runs.gemms)
+            check_call(root, options, call, self.runs.gemms)
         session = session_of(root)
         is_checked = session.plan is None or session.ran.get(options.group) is session.plan
         if not (self.is_whole or is_checked) and root._compiled_call_impl is None:
@@ -169,7 +169,7 @@ class _End:
         if not any(reported):
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
             modules = [path for path in starts if path is not None]
-            check_modules(root, options, call.args, call.kwargs, modules, self.runs.gemms)
+            check_modules(root, options, call, modules, self.runs.gemms)
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
@@ -206,7 +206,8 @@ def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.M
             result = root(*args, **kwargs)
         try:
             idle = [path for path in parts if path not in called]
-            check_call(root, options.now(), args, kwargs, runs.gemms, parts=[*parts], idle=idle)
+            call = Running(module=root, args=args, kwargs=kwargs, directly=True)
+            check_call(root, options.now(), call, runs.gemms, parts=[*parts], idle=idle)
         finally:
             REGISTRY.flush()
         return result
