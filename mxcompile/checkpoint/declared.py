@@ -191,9 +191,7 @@ def _modelopt(source: str, about: Mapping[str, Any]) -> Declared:
 
 
 def _auto_round(source: str, about: Mapping[str, Any]) -> Declared:
-    packing = about.get("packing_format")
-    if packing not in {None, _PACKING}:
-        raise CheckpointError(f"{source}: {not_allowed('packing_format', str(packing), [_PACKING])}")
+    _allowed(source, "packing_format", about.get("packing_format"), dict.fromkeys((None, _PACKING)))
 
     def forms(entry: Mapping[str, Any]) -> Forms:
         pair = entry.get("data_type", about.get("data_type")), entry.get("bits", about.get("bits"))

@@ -23,9 +23,9 @@ parameters of both calls differ is replaced: ``0.up`` becomes ``3.up`` if the fi
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ def _add_attribute(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Returns `gm` with a copied graph, the same parameters, and Dynamo's notes about its inputs."""
-    result = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    result = fx.GraphModule(gm, deepcopy(gm.graph))
     result.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         result._param_name_to_source = gm._param_name_to_source
