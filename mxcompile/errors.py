@@ -8,7 +8,7 @@ builtin class for it, so ``except ValueError`` keeps working.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class MXCompileError(Exception):
@@ -91,6 +91,14 @@ def not_allowed(noun: str, value: object, allowed: Iterable[str]) -> str:
         sign if sign.isascii() or not sign.isalpha() else ascii(sign)[1:-1] for sign in shown(value)
     )
     return f"unknown {noun} {named}{nearest(str(value), words)}; allowed: {', '.join(words)}"
+
+
+def check_word(
+    noun: str, word: object, allowed: Collection[object], error: type[MXCompileError] = OptionError
+) -> None:
+    """Raises `error` with the message of `not_allowed` unless `word` is in `allowed`."""
+    if word not in allowed:
+        raise error(not_allowed(noun, word, map(str, allowed)))
 
 
 def printable(text: str) -> str:

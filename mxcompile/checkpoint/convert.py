@@ -149,11 +149,9 @@ def _convert_file(
 class Conversion:
     """The plan of a conversion.
 
-    Attributes:
-        sources: The weights of the checkpoint by name.
-        weights: The decision for each weight of a linear layer or embedding, by the same name.
-        config: The config.json of the result, empty if the checkpoint has none.
-        dtype: Dtype of the values of weights that the checkpoint stores quantized.
+    sources: the weights of the checkpoint by name. weights: the decision for each weight of a linear layer or
+    embedding, by the same name. config: config.json of the result, empty if the checkpoint has none. dtype:
+    dtype of the values of weights that the checkpoint stores quantized.
     """
 
     sources: Mapping[str, StoredWeight]
@@ -168,19 +166,11 @@ def plan_conversion(
     layout: FileLayout,
     loaded: LoadedModel | None,
 ) -> Conversion:
-    """Returns the plan of the conversion of a checkpoint.
+    """Returns the plan of the conversion of `checkpoint` to `layout`.
 
-    Args:
-        checkpoint: The checkpoint to convert.
-        policy: The policy that decides.
-        layout: Layout of the result.
-        loaded: The model; None if the checkpoint has a Hugging Face config.json.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit the model, has no weight that can be stored, or has a
-            quantized weight that would not be stored.
-        ModelError: The model cannot be traced.
-        PolicyError: The policy stores no weight.
+    loaded: the model; None if the checkpoint has a Hugging Face config.json. Raises `CheckpointError` if the
+    checkpoint does not fit the model, has no weight that can be stored, or has a quantized weight that would
+    not be stored. Raises `ModelError` and `PolicyError` as `planned_weights`.
     """
     source = checkpoint.path
     sources = {weight.name: weight for weight in weights_in(checkpoint)[1] if weight.is_read}

@@ -39,13 +39,10 @@ _FORMATS = {
 class Declared:
     """The formats of stored weights according to a configuration.
 
-    Attributes:
-        source: File and key, for messages.
-        forms: Formats that weights may have; empty for any.
-        by_module: Formats of single modules.
-        kept: Names of modules whose weights are not quantized, or patterns with ``*``.
-        tile: Tile of the scales of 8-bit weights, or None.
-        scale_type: Type of the scales, if it can differ from their dtype.
+    source: file and key, for messages. forms: formats that weights may have; empty for any. by_module:
+    formats of single modules. kept: names of modules whose weights are not quantized, or patterns with ``*``.
+    tile: tile of the scales of 8-bit weights, or None. scale_type: type of the scales, if it can differ from
+    their dtype.
     """
 
     source: str = ""
@@ -99,14 +96,9 @@ def quantization_config(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
 
 
 def declared(source: str, about: Mapping[str, Any]) -> Declared:
-    """Returns the content of a quantization_config, empty if `METHODS` lacks its quant_method.
+    """Returns the content of the quantization_config `about`, empty if `METHODS` lacks its quant_method.
 
-    Args:
-        source: Place of the configuration, for messages.
-        about: The configuration.
-
-    Raises:
-        CheckpointError: The configuration names an unsupported format.
+    source: place of the configuration, for messages. Raises `CheckpointError` for an unsupported format.
     """
     method = METHODS.get(str(about.get("quant_method")))
     return Declared() if method is None else method(source, about)
@@ -199,9 +191,7 @@ def _modelopt(source: str, about: Mapping[str, Any]) -> Declared:
 
 
 def _auto_round(source: str, about: Mapping[str, Any]) -> Declared:
-    packing = about.get("packing_format")
-    if packing not in {None, _PACKING}:
-        raise CheckpointError(f"{source}: {not_allowed('packing_format', str(packing), [_PACKING])}")
+    _allowed(source, "packing_format", about.get("packing_format"), dict.fromkeys((None, _PACKING)))
 
     def forms(entry: Mapping[str, Any]) -> Forms:
         pair = entry.get("data_type", about.get("data_type")), entry.get("bits", about.get("bits"))

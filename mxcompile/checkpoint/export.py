@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
 from mxcompile.checkpoint.save import published, state_of
-from mxcompile.compiler.capture.gathers import forward_dtypes
 from mxcompile.compiler.parameter_uses import uses
 from mxcompile.compiler.session.session import compiled_policy, session_of
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
@@ -29,6 +28,7 @@ from mxcompile.formats import BLOCK, Tile, is_quantized, stored_labels
 from mxcompile.formats.encoding import encode_tensors, pack, tensor_amax
 from mxcompile.formats.two_level import gain
 from mxcompile.models.arguments import check_module
+from mxcompile.models.fsdp import groups
 from mxcompile.models.wrappers import FSDP1, user_model
 from mxcompile.passes.weights import WeightUse, weight_uses
 from mxcompile.policy import Policy
@@ -119,7 +119,8 @@ class ExportedWeights:
 
     def __init__(self, model: nn.Module, layout: FileLayout, own_uses: Mapping[str, WeightUse]) -> None:
         self._model, self._layout = model, layout
-        self._dtypes = forward_dtypes(model)
+        sharded = (parameter for _, parameters in groups(model) for parameter in parameters)
+        self._dtypes = {path: parameter.mp_policy.param_dtype for path, parameter in sharded}
         self._casts: dict[str, WeightUse] = {}
         rows = []
         for name, value in state_of(model).items():

@@ -66,11 +66,8 @@ class Entry:
 class Checkpoint:
     """A checkpoint with its headers.
 
-    Attributes:
-        path: Its path, as passed.
-        entries: Tensors of all files, by name.
-        metadata: Metadata of each file.
-        files: Its files, in order.
+    path: its path, as passed. entries: tensors of all files, by name. metadata: metadata of each file. files:
+    its files, in order.
     """
 
     path: Path
@@ -188,19 +185,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yields a temporary directory, which becomes `target` if the context ends without an error.
+    """Yields an empty directory, which becomes `target` if the context ends without an error.
 
     A killed process leaves its directory behind. It stays, because a process on another machine or in another
     container may still write it; a warning names it.
 
-    Args:
-        target: The directory to write, an absolute path.
-
-    Yields:
-        An empty directory.
-
-    Raises:
-        CheckpointError: `target` exists, or the file system reports an error.
+    target: an absolute path. Raises `CheckpointError` if it exists, or the file system reports an error.
     """
     if target.exists():
         raise CheckpointError(f"{target}: exists already: name another directory")
@@ -229,11 +219,8 @@ def write_tensors(
 ) -> None:
     """Writes a safetensors file from a stream of tensors, without keeping them in memory.
 
-    Args:
-        file: The file.
-        specs: Tensors with the shape and dtype of every tensor, for example on the meta device.
-        values: The tensors, in any order.
-        metadata: Metadata of the file.
+    specs: tensors with the shape and dtype of every tensor, for example on the meta device. values: the
+    tensors, in any order.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0

@@ -1,4 +1,4 @@
-"""The layouts of stored weights in checkpoints, and the contents of a checkpoint.
+"""The layouts of stored weights in checkpoints.
 
 A weight can be written in a layout only if its blocks run along the last dimension and are whole.
 """
@@ -27,9 +27,8 @@ from mxcompile.checkpoint.weight_entries import (
     divisor,
     row_scales,
 )
-from mxcompile.errors import CheckpointError, not_allowed
+from mxcompile.errors import CheckpointError, check_word, not_allowed
 from mxcompile.formats import Format, stored_precision
-from mxcompile.report.data.fold import spelled
 from mxcompile.storage import MXTensor
 from mxcompile.storage.weights import StoredWeight
 
@@ -48,17 +47,13 @@ Config = Callable[[Iterable[str], Mapping[str, Format]], dict[str, Any]]
 class FileLayout:
     """The layout of stored weights in files.
 
-    Attributes:
-        name: Name of the layout.
-        forms: Formats of the weights that are written; empty for a layout that is only read.
-        of_modules: Whether a weight must belong to a module.
-        parts: Takes a weight's name and format. Returns the names of its elements and scales, and of its
-            global scale if the format has one.
-        scale_dtype: Dtype of E8M0 scales in files.
-        metadata: Takes the weights of a file. Returns its metadata.
-        config: Returns the quantization_config of a config.json; None if the layout has none.
-        mark: Key in the metadata of the layout's files, "" if config.json has its name as quant_method.
-        read: Takes a checkpoint. Yields its weights, checked.
+    forms: formats of the weights that are written; empty for a layout that is only read. of_modules: whether
+    a weight must belong to a module. parts: takes a weight's name and format; returns the names of its
+    elements and scales, and of its global scale if the format has one. scale_dtype: dtype of E8M0 scales in
+    files. metadata: takes the weights of a file; returns its metadata. config: returns the
+    quantization_config of a config.json; None if the layout has none. mark: key in the metadata of the
+    layout's files, "" if config.json has its name as quant_method. read: yields the weights of a checkpoint,
+    checked.
     """
 
     name: str
@@ -87,11 +82,7 @@ class FileLayout:
         return ""
 
     def pack(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors of a file for one tensor of a model.
-
-        Raises:
-            CheckpointError: The layout does not support the stored weight.
-        """
+        """Returns the tensors of a file for a tensor. Raises `CheckpointError` for an unsupported format."""
         if not isinstance(value, MXTensor):
             return {name: value.contiguous()}
         weight = StoredWeight(name=name, shape=tuple(value.shape), form=value.form, block_dim=value.block_dim)
@@ -115,22 +106,15 @@ class FileLayout:
 def layout_of(name: str) -> FileLayout:
     """Returns the layout called `name`, to write it. Raises `CheckpointError` if there is none."""
     written = [layout.name for layout in LAYOUTS.values() if layout.forms]
-    if name not in written:
-        raise CheckpointError(not_allowed("layout", name, written))
+    check_word("layout", name, written, CheckpointError)
     return LAYOUTS[name]
 
 
 def readers(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     """Returns, for each weight of `checkpoint`, a function that reads it as an `MXTensor` or a plain tensor.
 
-    All pairs of elements and scales are checked before anything is read.
-
-    Args:
-        checkpoint: The checkpoint.
-        dtype: Dtype of the values of stored weights, if the checkpoint does not contain it.
-
-    Raises:
-        CheckpointError: Tensors are inconsistent.
+    All pairs of elements and scales are checked before anything is read. dtype: dtype of the values of stored
+    weights, if the checkpoint does not contain it. Raises `CheckpointError` if tensors are inconsistent.
     """
     weights = weights_in(checkpoint)[1]
     if unread := sum(not weight.is_read for weight in weights):
@@ -150,8 +134,7 @@ def readers(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[]
 def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
     """Returns the layout of the stored weights of `checkpoint` ("none" without any), and all its weights.
 
-    Raises:
-        CheckpointError: Tensors are inconsistent.
+    Raises `CheckpointError` if tensors are inconsistent.
     """
     if any(separate.is_gpt_oss(entry) for entry in checkpoint.entries.values()):
         return GPT_OSS, [*separate.read_gpt_oss(checkpoint)]
@@ -166,56 +149,6 @@ def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
             raise CheckpointError(f"{source}: {not_allowed('quant_method', str(method), names)}")
     weights = [*layout.read(checkpoint)]
     return layout.name if any(weight.stored for weight in weights) else NO_LAYOUT, weights
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorGroup:
-    """Tensors with the same kind and shape.
-
-    Attributes:
-        name: Names of all tensors, folded.
-        kind: Dtype, or precision and element format of stored weights.
-        shape: Shape of the values of each tensor.
-        count: Number of tensors.
-        num_bytes: Bytes of all tensors together.
-        precision: Precision of stored weights, "" for other tensors.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    count: int
-    num_bytes: int
-    precision: str = ""
-
-
-def contents(checkpoint: Checkpoint) -> tuple[str, list[TensorGroup]]:
-    """Returns the layout of stored weights ("none" without any), and all tensors of a checkpoint.
-
-    Raises:
-        CheckpointError: Tensors are inconsistent.
-    """
-    alike: dict[tuple[str, str, tuple[int, ...]], list[tuple[str, int]]] = {}
-    layout, weights = weights_in(checkpoint)
-    for weight in weights:
-        kind = str(checkpoint.entries[weight.tensors[0]].dtype).removeprefix("torch.")
-        if not weight.is_read:
-            kind += ", not read"
-        if weight.form is not None:
-            kind = f"{weight.precision} {weight.form.elem}"
-        size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
-        alike.setdefault((weight.precision, kind, weight.shape), []).append((weight.name, size))
-    return layout, [
-        TensorGroup(
-            name=spelled(name for name, _ in members),
-            kind=kind,
-            shape=shape,
-            count=len(members),
-            num_bytes=sum(size for _, size in members),
-            precision=precision,
-        )
-        for (precision, kind, shape), members in alike.items()
-    ]
 
 
 def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mxcompile.lowering.inductor import (
     decode as decode,  # registers Inductor's dequantize, also for AOTInductor packages
 )
 from mxcompile.models.named import configuration, model_class
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.names import Owner, joined, user_path
 from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
 
@@ -76,13 +77,8 @@ def load_quantized(
 def value_dtype(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> torch.dtype:
     """Returns the dtype of the values of stored weights, if the checkpoint does not contain it.
 
-    Args:
-        checkpoint: The checkpoint.
-        raw: Its config.json, or an empty mapping.
-
-    Returns:
-        The dtype in `raw`, else the dtype of all floating-point weights that are not quantized; BF16 if
-        there are several.
+    It is the dtype in `raw`, its config.json, else the dtype of all floating-point weights that are not
+    quantized; BF16 if there are several.
     """
     of_config = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
     if isinstance(of_config, torch.dtype) and of_config.is_floating_point:
@@ -93,20 +89,15 @@ def value_dtype(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def from_directory(directory: Path, dtype: torch.dtype) -> Any:
-    """Returns the Hugging Face model of a directory with its weights, quantized or plain.
-
-    Args:
-        directory: The directory, with a config.json.
-        dtype: Dtype of values, if the checkpoint does not contain it.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or does not fit the config.json.
-    """
+    """Returns the Hugging Face model of a directory with its weights, quantized or plain."""
     return _huggingface(Checkpoint.open(directory), dtype)
 
 
 def _huggingface(checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
-    """Returns the model of a directory's config.json with its weights. dtype: None for `value_dtype`."""
+    """Returns the model of a directory's config.json with its weights. Raises `CheckpointError`.
+
+    dtype: dtype of values, if the checkpoint does not contain it; None for `value_dtype`.
+    """
     path = checkpoint.path
     raw = read_json(path / "config.json")
     dtype = dtype or value_dtype(checkpoint, raw)
@@ -145,21 +136,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
     Names may have the prefixes of wrappers. Raises `CheckpointError` if the checkpoint does not fit.
     """
-    extra = _extra_states(model)
-    state = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    places = {name: value for name, value in state.items() if name not in extra}
-    by_name = {user_path(name): name for name in checkpoint.entries if user_path(name) not in extra}
-    _check_names(checkpoint.path, by_name, places)
-    for name, stored_name in by_name.items():
-        shape, expected = checkpoint.entries[stored_name].shape, tuple(places[name].shape)
-        if shape != expected:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shape}, the model's {expected}")
-    with torch.no_grad():
-        for name, stored_name in by_name.items():
-            places[name].copy_(checkpoint.read(stored_name))
-    for name in checkpoint.entries:
-        if user_path(name) in extra:
-            extra[user_path(name)].set_extra_state(checkpoint.read(name))
+    reading = {user_path(name): partial(checkpoint.read, name) for name in checkpoint.entries}
+    _assign(checkpoint.path, model, reading, copies=True)
 
 
 def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -213,16 +191,21 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
 
-def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`."""
-    places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+def _assign(
+    path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]], *, copies: bool = False
+) -> None:
+    """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`.
+
+    copies: whether the values are copied into the model's own tensors instead.
+    """
+    places: defaultdict[int, list[Owner]] = defaultdict(list)
     tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for owned in (module._parameters, module._buffers):
             for attribute, value in owned.items():
                 if value is not None and attribute not in module._non_persistent_buffers_set:
                     tensors[user_path(joined(prefix, attribute))] = value
-                    places[id(value)].append((owned, attribute))
+                    places[id(value)].append((module, attribute))
     extra = _extra_states(model)
     parameters = {name: read for name, read in reading.items() if name not in extra}
     _check_names(path, parameters, tensors)
@@ -231,9 +214,12 @@ def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Ten
         if value.shape != old.shape:
             shapes = f"shape {tuple(value.shape)}, the model's {tuple(old.shape)}"
             raise CheckpointError(f"{path}: {name!r} has {shapes}")
+        if copies:
+            old.detach().copy_(value)
+            continue
         trained = old.requires_grad and not isinstance(value, MXTensor)
         new = nn.Parameter(value, requires_grad=trained) if isinstance(old, nn.Parameter) else value
-        for owned, attribute in places[id(old)]:
-            owned[attribute] = new
+        for module, attribute in places[id(old)]:
+            setattr(module, attribute, new)  # a recurrent layer lists its weights in an attribute, too
     for name in reading.keys() & extra.keys():
         extra[name].set_extra_state(reading[name]())

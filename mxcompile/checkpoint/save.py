@@ -161,10 +161,8 @@ def quantization_config(
     Readers look modules up by name. The config contains the names in the model and in the file, which differ
     for renamed modules and for modules that share a weight.
 
-    Args:
-        config: The function of the layout.
-        state: The weights of the checkpoint by their names in it; stored weights as `MXTensor`s.
-        modules: The weights of the model's linear layers, by layer path.
+    config: function of the layout. state: weights of the checkpoint by their names in it. modules: weights of
+    the model's linear layers, by layer path.
     """
     weights = {name.removesuffix(".weight"): value for name, value in {**state, **modules}.items()}
     matrices = [name for name, value in state.items() if name.endswith(".weight") and value.ndim == 2]

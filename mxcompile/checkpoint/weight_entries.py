@@ -52,19 +52,11 @@ def stored_weight(
     tile: Tile | None = None,
     scale_type: ScaleType | None = None,
 ) -> StoredWeight:
-    """Returns the weight that a file stores in several tensors. Its format follows from dtypes and shapes.
+    """Returns the weight `name`, which a file stores in several tensors: elements `entry` and scales.
 
-    Args:
-        name: Name of the weight.
-        entry: Its elements.
-        scale: Its scales; None if the file lacks them.
-        dtype: Dtype of the values, if the checkpoint contains it.
-        global_scale: Its global scale, if the file has one.
-        tile: Tile of its scales, if the checkpoint contains it.
-        scale_type: Type of its scales, if their dtype is wider.
-
-    Raises:
-        CheckpointError: The tensors are inconsistent.
+    Its format follows from dtypes and shapes. dtype: dtype of the values, if the checkpoint contains it.
+    tile: tile of the scales, likewise. scale_type: type of the scales, if their dtype is wider. Raises
+    `CheckpointError` if the tensors are inconsistent.
     """
     if scale is None:
         kind, label = ("packed", "MXFP4 or NVFP4") if entry.dtype in BYTES else ("FP8", "MXFP8 or FP8")

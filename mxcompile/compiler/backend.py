@@ -24,9 +24,9 @@ from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import hidden_products
 from mxcompile.compiler.calls.sampling import Compiled, follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
+from mxcompile.compiler.capture.prepare import copied
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.hooks.exporting import guard_exports
-from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.reporting import sharing
 from mxcompile.compiler.reporting.attempts import watch_attempts
 from mxcompile.compiler.reporting.checks import check_plan

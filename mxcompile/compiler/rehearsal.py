@@ -18,11 +18,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import remove_from_cache
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxcompile.compiler.capture.capture import Capture, captured
+from mxcompile.compiler.capture.prepare import copied as copied_graph
 from mxcompile.compiler.hooks.compilation import Compilation
-from mxcompile.compiler.hooks.trace import trace
+from mxcompile.compiler.session.decompositions import table
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import ModelError
 from mxcompile.lowering.targets import TARGETS, Target
@@ -102,6 +105,46 @@ class Rehearsal(Generic[Mode]):
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
         """Observes the forward and backward of a joint graph."""
+
+
+def trace(
+    compilation: Compilation,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any] | None = None,
+    patches: Mapping[str, Any] | None = None,
+) -> None:
+    """Runs the hooks of `compilation` on a copy of `gm`, through compile_fx without caches.
+
+    Inductor's own passes run too, so that the result equals a compile. inner_compile: replaces Inductor's
+    code generation. Default: only the last hook. patches: overrides of Inductor's configuration.
+    """
+
+    def lowered(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
+        compilation.lower(graph.graph)
+        return Unused()
+
+    with (
+        functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        torch._guards.tracing(None),  # separate from an enclosing compile
+    ):
+        compile_fx(
+            copied_graph(gm),
+            list(example_inputs),
+            inner_compile=inner_compile or lowered,
+            config_patches={**compilation.config_patches(), "force_disable_caches": True, **(patches or {})},
+            decompositions=table(),
+        )
+
+
+class Unused:
+    """Placeholder for compiled code that is never called."""
+
+    _boxed_call = True
+
+    def __call__(self, *_: Any) -> Any:
+        """Raises `AssertionError`."""
+        raise AssertionError("code that was only traced or generated is called")
 
 
 def apart(rehearse: Callable[[], Result]) -> Result:

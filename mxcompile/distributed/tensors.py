@@ -108,10 +108,7 @@ class MasterWeight(Tensor):
         """Returns the tensors that this rank sends: qdata and scale bytes of its shard.
 
         The cast reads the shard in ``mp_policy.param_dtype``. On a single rank the result is one flat uint8
-        tensor, because FSDP2 accepts only one tensor there.
-
-        Raises:
-            ModelError: A shard boundary cuts a tile.
+        tensor, because FSDP2 accepts only one tensor there. Raises `ModelError` if a shard cuts a tile.
         """
         if reason := uneven(outer_size, mesh.size(), self.shape):
             raise ModelError(

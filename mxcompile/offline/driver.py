@@ -30,8 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxcompile.compiler.calls import delayed_scales
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.hooks.trace import Unused, trace
-from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.compiler.rehearsal import Rehearsal, Unused, trace
 from mxcompile.compiler.session.options import Options
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.opsets import called_packet

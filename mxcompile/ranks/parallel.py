@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.errors import OptionError, not_allowed
+from mxcompile.errors import OptionError, check_word
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.fake_copy import fake_copy, rewrapped
 from mxcompile.models.names import owners
@@ -46,8 +46,7 @@ def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
     """
     requested = [word.strip() for word in words.split(",")]
     for word in requested:
-        if word not in WAYS:
-            raise OptionError(not_allowed("way to parallelise", word, WAYS))
+        check_word("way to parallelise", word, WAYS)
     copied = fake_copy(model, ValueTrackingMode(), fake=_on_meta)
     if {EXPERTS, "tp=llama"} <= {*requested}:
         raise OptionError(

@@ -40,19 +40,8 @@ def planned_weights(
 ) -> dict[str, StoredWeight]:
     """Returns the decision of a policy for each matrix of a model. Warns about rules without effect.
 
-    Args:
-        model: The model; nothing in it changes.
-        policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
-        args: Positional arguments of a call of the model; their values are not read. A Hugging Face or timm
-            model needs neither `args` nor `kwargs`.
-        kwargs: Keyword arguments of the call.
-
-    Returns:
-        The weights of linear layers and embeddings, then all other matrices, by path.
-
-    Raises:
-        ModelError: The model is sharded, or cannot be traced.
-        PolicyError: The policy quantizes weights, but none to a format in which they can be stored.
+    The weights of linear layers and embeddings come first, then all other matrices, by path. Arguments and
+    errors are as for `quantize_weights_`; `model` does not change.
     """
     for path, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
@@ -80,13 +69,7 @@ def planned_weights(
 
 
 def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
-    """Returns the record of the weight `name`, stored as `use` casts it.
-
-    Args:
-        name: Name of the weight.
-        value: A tensor of its shape and dtype.
-        use: The use whose cast, role and reason the record takes.
-    """
+    """Returns the record of the weight `name`, stored as `use` casts it. value: has its shape and dtype."""
     return StoredWeight(
         name=name,
         shape=tuple(value.shape),

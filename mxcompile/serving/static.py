@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mxcompile.errors import ModelError, OptionError, not_allowed
+from mxcompile.errors import ModelError, OptionError, check_word
 from mxcompile.formats import PRECISIONS, Choices
 
 if TYPE_CHECKING:
@@ -49,6 +49,5 @@ def static_cache(model: Any, max_cache_len: int, *, precision: str = "mxfp8") ->
         raise OptionError(f"max_cache_len must be a number of rows of at least 1, found {max_cache_len}")
     forms = {row.name: row.formats(Choices()).x for row in PRECISIONS.values() if row.quantizes}
     stored = {name: form for name, form in forms.items() if form.lies_stored}
-    if precision not in stored:
-        raise OptionError(not_allowed("precision", precision, stored))
+    check_word("precision", precision, stored)
     return MXStaticCache(config, max_cache_len, form=stored[precision])

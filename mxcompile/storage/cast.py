@@ -13,7 +13,7 @@ from mxcompile.formats.encoding import encode_stored, scale_shape, tensor_amax
 from mxcompile.formats.numerics import check_source
 from mxcompile.formats.two_level import gain
 from mxcompile.storage.pages import on_huge_pages
-from mxcompile.storage.tensor import MXTensor
+from mxcompile.storage.tensor import MXTensor, encoded
 
 _CHUNK = 1 << 19
 """Elements per chunk, which limits temporaries to a few times 2 MiB."""
@@ -48,10 +48,7 @@ def quantize(
         (torch.float8_e4m3fn, torch.Size([64, 4]))
     """
     check_source(x, block_dim)
-    form = stored_form(elem_dtype, rounding)
-    qdata, scale_bytes, whole = encode_stored(x.detach(), block_dim, form)
-    scale = scale_bytes.view(form.scale.stored_dtype)
-    return MXTensor(qdata.view(elem_dtype), scale, block_dim, x.dtype, whole)
+    return encoded(x, block_dim, stored_form(elem_dtype, rounding))
 
 
 def cast(x: Tensor, block_dim: int, form: Format) -> MXTensor:

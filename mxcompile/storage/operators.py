@@ -25,8 +25,7 @@ from torch import Tensor, distributed
 
 from mxcompile.errors import FormatError
 from mxcompile.formats import num_blocks
-from mxcompile.formats.encoding import encode_stored
-from mxcompile.storage.tensor import HANDLERS, MXTensor, dense
+from mxcompile.storage.tensor import HANDLERS, MXTensor, dense, encoded
 
 aten = torch.ops.aten
 
@@ -233,13 +232,9 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
         return func(x, dense(source), non_blocking)
     if source.shape != x.shape:
         source = source.expand(x.shape)
-    if isinstance(source, MXTensor) and _holds(x, source):
-        parts = source.parts
-    else:
-        high = dense(source) if isinstance(source, MXTensor) else source
-        encoded = encode_stored(high, x.block_dim, x.form)
-        parts = tuple(part for part in encoded if part is not None)
-    for target, part in zip(x.parts, parts, strict=True):
+    if not (isinstance(source, MXTensor) and _holds(x, source)):
+        source = encoded(dense(source) if isinstance(source, MXTensor) else source, x.block_dim, x.form)
+    for target, part in zip(x.parts, source.parts, strict=True):
         func(target, part, non_blocking)
     return x
 

@@ -145,9 +145,7 @@ class MXTensor(Tensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         if not isinstance(values, MXTensor):
-            qdata, scale_bytes, whole = encode_stored(values.detach(), self.block_dim, self.form)
-            scale = scale_bytes.view(self.form.scale.stored_dtype)
-            values = MXTensor(qdata.view(self.elem_dtype), scale, self.block_dim, values.dtype, whole)
+            values = encoded(values, self.block_dim, self.form)
         _DATA.__set__(self, values)
         self.qdata, self.scale_bytes = values.qdata, values.scale_bytes
         self.global_scale = values.global_scale
@@ -319,6 +317,13 @@ def _warn_of_eager() -> None:
         "a product with a stored weight runs uncompiled: it dequantizes the whole weight in every call, which"
         ' is many times slower than BF16; compile the model with torch.compile(model, backend="mxfp8")'
     )
+
+
+def encoded(x: Tensor, block_dim: int, form: Format) -> MXTensor:
+    """Returns `x`, cast to `form` in blocks along `block_dim`."""
+    qdata, scale_bytes, whole = encode_stored(x.detach(), block_dim, form)
+    scale = scale_bytes.view(form.scale.stored_dtype)
+    return MXTensor(qdata.view(form.stored_dtype), scale, block_dim, x.dtype, whole)
 
 
 def dense(x: MXTensor) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.errors import OptionError, check_word, shown
 from mxcompile.passes.watch import OPERANDS, RESULTS
 from mxcompile.policy import Gemm, Match
 from mxcompile.policy.schema import MATCH
@@ -76,8 +76,7 @@ class Rule:
         if not isinstance(mapping, Mapping):
             raise OptionError(f"a watch rule must be a mapping, found {shown(mapping)}")
         for key in mapping:
-            if key not in _KEYS:
-                raise OptionError(not_allowed("key of a watch rule", key, _KEYS))
+            check_word("key of a watch rule", key, _KEYS)
         when = mapping.get("when")
         if not isinstance(when, Mapping) or not when.keys() - {"over"}:
             raise OptionError(
@@ -87,17 +86,15 @@ class Rule:
         if isinstance(over, bool) or not isinstance(over, int) or over < 1:
             raise OptionError(f"watch rule: over must be a number of samples, found {shown(over)}")
         do = mapping.get("do", "warn")
-        if do not in ACTIONS:
-            raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
+        check_word("action of a watch rule", do, ACTIONS)
         where = {key: words_of(key, _WHERE[key], mapping[key]) if key in mapping else () for key in _WHERE}
         of_results = where["operand"] and {*where["operand"]} <= {*RESULTS.values()}
         allowed = OF_RESULTS if of_results else NUMBERS
         conditions = []
         for name, text in when.items():
+            check_word("statistic", name, (*allowed, "over"))
             if name == "over":
                 continue
-            if name not in allowed:
-                raise OptionError(not_allowed("statistic", name, (*allowed, "over")))
             limit = _CONDITION.fullmatch(str(text))
             if limit is None:
                 raise OptionError(

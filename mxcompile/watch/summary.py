@@ -7,12 +7,14 @@ moved    by the largest change of a share: underflow, saturated, error, changed
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import OptionError
+from mxcompile.report.forms.tables import drawn
 from mxcompile.watch.tally import NUMBERS, Key
 from mxcompile.watch.writers import Record, read_from
 
@@ -86,7 +88,7 @@ class SampleFile:
 
     def worst(self, limit: int) -> list[tuple[Key, Row]]:
         """Returns the worst `limit` operands of the last sample."""
-        return _first(self._last(), _badness, limit)
+        return nlargest(limit, self._last().items(), lambda item: _badness(item[1]))
 
     def moved(self, limit: int, back: int) -> list[tuple[Key, Row, Row]]:
         """Returns key, row before and row now of the `limit` operands that changed most in `back` samples."""
@@ -94,9 +96,9 @@ class SampleFile:
         if len(steps) < 2:
             return []
         before = self.samples[steps[max(0, len(steps) - 1 - back)]]
-        both = {key: (before[key], row) for key, row in self._last().items() if key in before}
-        rows = _first(both, lambda pair: (_change(*pair),), limit)
-        return [(key, *pair) for key, pair in rows if _change(*pair) > 0]
+        both = ((key, before[key], row) for key, row in self._last().items() if key in before)
+        changed = ((key, then, now) for key, then, now in both if _change(then, now) > 0)
+        return nlargest(limit, changed, lambda row: _change(*row[1:]))
 
     def _last(self) -> dict[Key, Row]:
         return next(reversed(self.samples.values()), {})
@@ -120,11 +122,6 @@ class SampleFile:
         }
         text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
         return _PAGE.read_text(encoding="utf-8").replace(_DATA, text)
-
-
-def _first(rows: dict[Key, Any], weight: Callable[[Any], tuple[float, ...]], limit: int) -> list[Any]:
-    """Returns the `limit` items of `rows` with the largest `weight`, in descending order."""
-    return sorted(rows.items(), key=lambda item: weight(item[1]), reverse=True)[:limit]
 
 
 def _badness(row: Row) -> tuple[float, ...]:
@@ -154,24 +151,21 @@ def lines(file: SampleFile, limit: int, back: int) -> Iterable[str]:
     if not steps:
         return
     yield ""
-    yield from _table(f"worst at step {steps[-1]:,}", [(key, None, row) for key, row in file.worst(limit)])
-    moved = file.moved(limit, back)
-    if moved:
+    yield _table(f"worst at step {steps[-1]:,}", [(key, None, row) for key, row in file.worst(limit)])
+    if moved := file.moved(limit, back):
         yield ""
-        start = steps[max(0, len(steps) - 1 - back)]
-        yield from _table(f"changed most since step {start:,}", moved)
+        yield _table(f"changed most since step {steps[max(0, len(steps) - 1 - back)]:,}", moved)
 
 
 _COLUMNS = {"sqnr": "SQNR dB", "underflow": "underflow", "saturated": "saturated", "changed": "changed"}
 
 
-def _table(title: str, rows: Sequence[tuple[Key, Row | None, Row]]) -> Iterable[str]:
-    width = max([len(title), *(len(" ".join(key)) for key, _, _ in rows)])
-    yield "  ".join([title.ljust(width), *(f"{head:>19}" for head in _COLUMNS.values()), "  NaN + Inf"])
+def _table(title: str, rows: Sequence[tuple[Key, Row | None, Row]]) -> str:
+    table = [[title, *_COLUMNS.values(), "NaN + Inf"]]
     for key, before, now in rows:
         cells = (_cell(name, before, now) for name in _COLUMNS)
-        bad = now.get("nan", 0) + now.get("inf", 0)
-        yield "  ".join([" ".join(key).ljust(width), *(f"{cell:>19}" for cell in cells), f"{bad:>11,}"])
+        table.append([" ".join(key), *cells, f"{now.get('nan', 0) + now.get('inf', 0):,}"])
+    return drawn(table, "plain", colalign=("left", *["right"] * (len(_COLUMNS) + 1)))
 
 
 def _cell(name: str, before: Row | None, now: Row) -> str:

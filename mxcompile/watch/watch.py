@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
+from mxcompile.errors import NonFiniteError, OptionError, check_word, shown
 from mxcompile.passes.watch import OPERANDS, Reader
 from mxcompile.policy import Layer, Match, Policy
 from mxcompile.policy.schema import MATCH
 from mxcompile.report.files import rank
-from mxcompile.watch.actions import Actions, Below, Fallbacks, fired
+from mxcompile.watch.actions import Actions, Fallbacks, fired
 from mxcompile.watch.dump import Dumps
 from mxcompile.watch.ranks import Ranks
 from mxcompile.watch.recorder import Count, Recorder, finding, sentence
@@ -81,8 +81,8 @@ class Watch:
         dump: str | Path | None = None,
     ) -> None:
         self.every = None if every is None else _number("every", every, least=1)
-        if nonfinite is not None and nonfinite not in ACTIONS:
-            raise OptionError(not_allowed("nonfinite", nonfinite, ACTIONS))
+        if nonfinite is not None:
+            check_word("nonfinite", nonfinite, ACTIONS)
         self.nonfinite = nonfinite
         self._rules = tuple(map(Rule.from_mapping, rules))
         self.can_change = any(rule.do == "bf16" for rule in self._rules)
@@ -104,9 +104,9 @@ class Watch:
         self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
         judge = functools.partial(fired, self._rules) if self._rules else None
         self._ranks = Ranks(self._write, self._recorder.warn, self._pass_on, judge)
-        self._fallbacks = Fallbacks(self._path_of("bf16", "policy", policy, ".policy.yaml"))
-        self._dumps = Dumps(self._path_of("dump", "dump", dump, ".dump"))
-        self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._send, self._recorder.warn)
+        self.fallbacks = Fallbacks(self._path_of("bf16", "policy", policy, ".policy.yaml"))
+        dumps = Dumps(self._path_of("dump", "dump", dump, ".dump"))
+        self._actions = Actions(self._rules, self.fallbacks, dumps, self._send, self._recorder.warn)
         self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
         self._names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -180,14 +180,6 @@ class Watch:
         self._phases.add(in_force)
         return in_force
 
-    def over(self, policy: Policy) -> Policy:
-        """Returns `policy` with the GEMMs that rules moved to BF16."""
-        return self._fallbacks.over(policy)
-
-    def below(self, path: str) -> Below:
-        """Returns the GEMMs below the module at `path` that rules moved to BF16."""
-        return self._fallbacks.below(path)
-
     def _compare_names(self, model: nn.Module, names: set[str]) -> None:
         """Warns once if another model has layers of the same `names`, whose rows have nothing else."""
         shared = {
@@ -215,7 +207,7 @@ class Watch:
             self._compare_names(model, {layer.name for layer in layers})
         if self.nonfinite:
             self._ranks.start()
-        self._fallbacks.register(policy, layers)
+        self.fallbacks.register(policy, layers)
         self._about = self._about | about | {"policy": policy.label}
         return self._recorder
 
@@ -272,8 +264,8 @@ class Watch:
         losses = self._losses.pop(step, [])
         mean = sum(losses) / len(losses) if losses else math.nan
         noted: Record = {"loss": mean if math.isfinite(mean) else None} if losses else {}
-        if self._fallbacks.policy.has_steps:
-            noted["phase"] = self._fallbacks.policy.at(step).phase
+        if self.fallbacks.policy.has_steps:
+            noted["phase"] = self.fallbacks.policy.at(step).phase
         self._send("sample", step=step, ranks=ranks, **noted, rows=rows)
 
     def _send(self, kind: str, **values: Any) -> None:
@@ -309,8 +301,7 @@ def _number(name: str, value: Any, least: int = 0) -> int:
 
 def _words(noun: str, words: Sequence[str], allowed: Sequence[str]) -> Iterable[str]:
     for word in [words] if isinstance(words, str) else words:
-        if word not in allowed:
-            raise OptionError(not_allowed(noun, word, allowed))
+        check_word(noun, word, allowed)
         yield word
 
 

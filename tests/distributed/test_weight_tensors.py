@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.compiler.capture.gathers import Gathers, gathers_of
+from mxcompile.compiler.capture.capture import Gathers, gathers_of
 from mxcompile.distributed.gathers import register_state_hooks
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError

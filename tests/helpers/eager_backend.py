@@ -21,8 +21,8 @@ from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import hidden_products
 from mxcompile.compiler.calls.sampling import follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
+from mxcompile.compiler.capture.prepare import copied
 from mxcompile.compiler.hooks.compilation import Compilation
-from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.reporting import sharing
 from mxcompile.compiler.reporting.checks import check_plan
 from mxcompile.compiler.reporting.entry import publish

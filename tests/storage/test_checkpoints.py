@@ -295,7 +295,7 @@ def gpt_oss(folder) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")  # Transformers comments on itself
 def test_experts_of_gpt_oss_stay_in_their_mxfp4(tmp_path):
     """Their values are those that Transformers decodes, and the model computes with them."""
-    from mxcompile.checkpoint.layouts import contents
+    from mxcompile.checkpoint.layouts import weights_in
 
     model = gpt_oss(tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
@@ -306,9 +306,9 @@ def test_experts_of_gpt_oss_stay_in_their_mxfp4(tmp_path):
         assert weight.stored_bytes * 32 == 17 * weight.numel()
         assert torch.equal(weight.dequantize(), getattr(experts, name))
     assert_same_logits(TOKENS, loaded, model)
-    layout, groups = contents(Checkpoint.open(tmp_path / "out"))
+    layout, weights = weights_in(Checkpoint.open(tmp_path / "out"))
     assert layout == "gpt-oss"
-    shapes = {group.shape for group in groups if group.kind == "mxfp4 e2m1"}
+    shapes = {weight.shape for weight in weights if weight.precision == "mxfp4"}
     assert shapes == {(4, 64, 192), (4, 96, 64)}
     with pytest.raises(CheckpointError, match="down_proj: compressed-tensors has blocks along the last"):
         mxcompile.save_quantized(loaded, tmp_path / "again")
@@ -368,6 +368,15 @@ def test_a_buffer_of_any_dtype_of_safetensors_round_trips(tmp_path, dtype):
     mxcompile.load_quantized(tmp_path / "out", loaded)
     assert loaded.table.dtype is dtype
     assert torch.equal(loaded.table.view(torch.uint8), torch.arange(8, dtype=torch.uint8))
+
+
+def test_a_recurrent_layer_runs_with_its_loaded_weights(tmp_path):
+    model, fresh = (nn.Sequential(nn.LSTM(32, 32), nn.Linear(32, 32)) for _ in range(2))
+    model[1].weight = nn.Parameter(mxcompile.quantize(model[1].weight), requires_grad=False)
+    mxcompile.save_quantized(model, tmp_path / "out")
+    mxcompile.load_quantized(tmp_path / "out", fresh)
+    x = torch.randn(4, 32)
+    assert torch.equal(fresh[0](x)[0], model[0](x)[0])
 
 
 def test_a_compiled_model_is_saved_and_loaded_as_itself(tmp_path):

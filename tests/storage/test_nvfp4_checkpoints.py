@@ -16,8 +16,9 @@ from torch import nn
 import mxcompile
 from mxcompile import MXTensor
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.layouts import contents
+from mxcompile.checkpoint.layouts import weights_in
 from mxcompile.cli import main
+from mxcompile.report.forms.words import byte_count
 
 BF16 = torch.bfloat16
 FP4 = torch.float4_e2m1fn_x2
@@ -135,13 +136,19 @@ def test_scales_of_activations_are_not_read_with_a_warning(tmp_path, caplog, cap
     assert "float32, not read" in printed
 
 
-def test_inspect_counts_the_scales_too(tmp_path):
+def test_inspect_counts_the_scales_too(tmp_path, capsys):
     mxcompile.save_quantized(store_blocks(llama(), TWO_LEVEL, TWO_LEVEL), tmp_path / "out")
-    _, groups = contents(Checkpoint.open(tmp_path / "out"))
+    assert main(["inspect", str(tmp_path / "out")]) == 0
     tensors = load_file(tmp_path / "out/model.safetensors").values()
-    assert sum(group.num_bytes for group in groups) == sum(tensor.nbytes for tensor in tensors)
-    packed = [group for group in groups if group.precision == "nvfp4"]
-    assert {group.shape for group in packed} == {(64, 64), (32, 64), (96, 64), (64, 96)}
+    head, *_ = capsys.readouterr().out.splitlines()
+    assert f"1 file, {byte_count(sum(tensor.nbytes for tensor in tensors))}, " in head
+    _, weights = weights_in(Checkpoint.open(tmp_path / "out"))
+    assert {weight.shape for weight in weights if weight.precision == "nvfp4"} == {
+        (64, 64),
+        (32, 64),
+        (96, 64),
+        (64, 96),
+    }
 
 
 def damaged(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:

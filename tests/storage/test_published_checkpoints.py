@@ -22,7 +22,7 @@ import mxcompile
 from mxcompile import MXTensor
 from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.layouts import contents
+from mxcompile.checkpoint.layouts import weights_in
 from mxcompile.cli.main import main
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_form
@@ -102,9 +102,9 @@ def test_fine_grained_fp8_has_the_values_of_transformers(tmp_path, make, scale_f
         assert torch.equal(dense, theirs.get_parameter(name)), name
         stored += isinstance(value, MXTensor)
     assert stored == (7 if make is wide else 12)
-    layout, groups = contents(Checkpoint.open(folder))
+    layout, weights = weights_in(Checkpoint.open(folder))
     assert layout == "fp8"
-    assert {group.precision for group in groups} == {"", "fp8" if scale_fmt == "float" else "mxfp8"}
+    assert {weight.precision for weight in weights} == {"", "fp8" if scale_fmt == "float" else "mxfp8"}
 
 
 @pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
@@ -168,8 +168,8 @@ def test_mixed_precision_of_modelopt_is_checked_layer_by_layer(tmp_path):
     }  # fmt: skip
     layers = {"a": {"quant_algo": "MXFP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}}
     about = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    _, groups = contents(Checkpoint.open(write(tmp_path / "in", tensors, about)))
-    assert {group.precision for group in groups} == {"mxfp8", "nvfp4", ""}
+    _, weights = weights_in(Checkpoint.open(write(tmp_path / "in", tensors, about)))
+    assert {weight.precision for weight in weights} == {"mxfp8", "nvfp4", ""}
     for number, (change, message) in enumerate((
         ({"a": {"quant_algo": "NVFP4"}}, "weights are NVFP4, but 'a.weight' is MXFP8"),
         ({"c": {"quant_algo": "MXFP8"}}, "'c' is MXFP8, but 'c.weight' is torch.bfloat16"),
@@ -177,10 +177,10 @@ def test_mixed_precision_of_modelopt_is_checked_layer_by_layer(tmp_path):
     )):  # fmt: skip
         folder = write(tmp_path / str(number), tensors, about | {"quantized_layers": layers | change})
         with pytest.raises(CheckpointError, match=message):
-            contents(Checkpoint.open(folder))
+            weights_in(Checkpoint.open(folder))
     del layers["b"]
     with pytest.raises(CheckpointError, match="its list of layers lacks 'b'"):
-        contents(Checkpoint.open(write(tmp_path / "less", tensors, about)))
+        weights_in(Checkpoint.open(write(tmp_path / "less", tensors, about)))
 
 
 @pytest.mark.parametrize(("bits", "data_type"), [(8, "mx_fp"), (4, "mx_fp"), (4, "nv_fp")])

@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mxcompile import ops
 from mxcompile.compiler.calls.repetitions import CheckpointRegions
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.hooks.trace import copied
+from mxcompile.compiler.capture.prepare import copied
 from mxcompile.compiler.session.frames import called_models, running
 from mxcompile.compiler.session.session import session_of
 from mxcompile.models.tree import Holders

@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from mxcompile.compiler.capture.gathers import Gathers, gathers_of
 from mxcompile.compiler.capture.locate import Located, name_of, source_of_input
 from mxcompile.compiler.capture.prepare import inline_regions, mark
 from mxcompile.compiler.session.frames import STAGE, Frame
 from mxcompile.compiler.session.session import Planned, plan_of, session_of
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.names import GraphInput, module_of, source_of
+from mxcompile.models.fsdp import groups
+from mxcompile.models.names import GraphInput, joined, module_of, source_of
 from mxcompile.models.tree import Tree
 from mxcompile.report.files import rank
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathers:
+    """Bytes of this rank's shards of weights that it sends in FSDP2's gathers, in forward and in backward.
+
+    A weight is sent again in backward if it was resharded. Fields `…_without`: bytes without mxcompile.
+    """
+
+    forward: int = 0
+    forward_without: int = 0
+    backward: int = 0
+    backward_without: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """A graph from Dynamo.
+    """A graph from Dynamo. `Located` describes `inputs`, `tree`, `prefix`, `module`, `owners` and `readers`.
 
-    inputs: description of each input. root: the user's model, if known. tree: its modules and tensors.
-    prefix: path of the module around those through which the graph reads its parameters. module: path of the
-    module whose code is compiled. blocks: blocks of the model. owners: Dynamo's source and the path of each
-    module through which the graph reads parameters, the model itself excepted. readers: all modules on the
-    way to an input, in `tree` or not. cut: reason why the graph covers only a part of the model, "" for the
-    whole. stage: whether the model is a pipeline stage. backward: whether compiled autograd compiles the
-    backward of earlier graphs. planned: plan of the whole model, if `cut`. gathers: bytes of FSDP2's gathers.
-    device: device that the graph computes on, an accelerator if any input is on one. identity: hash of
-    everything that the graph's report depends on, including source lines and input shapes.
+    root: the user's model, if known. blocks: blocks of the model. cut: reason why the graph covers only a
+    part of the model, "" for the whole. stage: whether the model is a pipeline stage. backward: whether
+    compiled autograd compiles the backward of earlier graphs. planned: plan of the whole model, if `cut`.
+    gathers: bytes of FSDP2's gathers. device: device that the graph computes on, an accelerator if any input
+    is on one. identity: hash of everything that the graph's report depends on, including source lines and
+    input shapes.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -98,6 +112,38 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
         device=next((d for d in devices if d.type != "cpu"), torch.device("cpu")),
         identity=hashlib.sha256(details.encode()).hexdigest(),
     )
+
+
+def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
+    """Returns the bytes for the weights among the `inputs` of a graph of the model `root`.
+
+    FSDP2 gathers each weight outside of compiled graphs, before the graph that reads it is compiled. Its
+    state is private: if a torch version has another layout, the counts are 0, with a warning. Gradient
+    reductions, which mxcompile does not change, and weights that no compiled graph reads are not counted.
+    """
+    if root is None:
+        return Gathers()
+    read = {path for entry in inputs if entry.static for path in (entry.path, *entry.others)}
+    total, name = Counter[str](), session_of(root).name
+    try:
+        for group, parameters in groups(root):
+            for path, parameter in parameters:
+                outputs = parameter.all_gather_outputs
+                if not outputs or joined(name, path) not in read:
+                    continue
+                num_bytes = sum(output.numel() * output.element_size() for output in outputs)
+                sent = num_bytes // group.mesh_info.shard_mesh_size
+                dtype = parameter.param_dtype or parameter.orig_dtype
+                without = parameter.padded_sharded_param_size.numel() * dtype.itemsize
+                total.update(forward=sent, forward_without=without)
+                if group.post_forward_mesh_info is not None:  # gathered again in backward
+                    total.update(backward=sent, backward_without=without)
+    except AttributeError as error:
+        log.warning(
+            "reports do not count the bytes that FSDP2 of torch %s gathers: %s", torch.__version__, error
+        )
+        return Gathers()
+    return Gathers(**total)
 
 
 def _is_shard(value: object) -> bool:

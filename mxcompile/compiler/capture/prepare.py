@@ -1,4 +1,4 @@
-"""Prepares Dynamo's graph for the passes, which run on AOTAutograd's graph: marks nodes, inlines regions.
+"""Prepares Dynamo's graph for passes on AOTAutograd's graph: marks nodes, inlines regions, copies it.
 
     torch.func.grad, vjp, jacrev    the call that computes gradients is marked
     torch.func.jvp, jacfwd          the tangent beside a value becomes a node of its own, which is marked
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -169,3 +170,16 @@ def _add_attribute(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
         fresh = f"{name}_{number}".replace(".", "_")
     setattr(gm, fresh, value)
     return fresh
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns `gm` with a copied graph, the same parameters, and Dynamo's notes about its inputs."""
+    result = fx.GraphModule(gm, deepcopy(gm.graph))
+    result.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        result._param_name_to_source = gm._param_name_to_source
+    for old, new in zip(gm.graph.nodes, result.graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+            new.meta.pop("grapharg", None)  # it refers to the parameter; only Dynamo's graph needs it
+    return result

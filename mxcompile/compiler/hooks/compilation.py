@@ -9,13 +9,12 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import fx
 from torch._inductor import config, list_mode_options
 
-from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.capture.gathers import Gathers
+from mxcompile.compiler.capture.capture import Capture, Gathers
 from mxcompile.compiler.capture.locate import name_constants
 from mxcompile.compiler.hooks.compiled_autograd import OwnedGemms, mark, marks, token
 from mxcompile.compiler.hooks.inductor import (
@@ -67,8 +66,8 @@ class Compilation:
         count: Callable[[str], int] = lambda _path: 1,
         *,
         tapped: bool = False,
-        after: Callable[[fx.Graph], None] | None = None,
-        parted: Callable[[fx.Graph, fx.Graph], None] | None = None,
+        after: Callable[[fx.Graph], None] = lambda _graph: None,
+        parted: Callable[[fx.Graph, fx.Graph], None] = lambda _forward, _backward: None,
     ) -> None:
         self.options = options
         self.capture = capture
@@ -76,7 +75,7 @@ class Compilation:
         mode = list_mode_options(options.mode) if options.mode else {}
         self._settings, warnings = with_needed({**mode, **dict(options.inductor)})
         self.part = Part(graph_breaks=int(is_broken(gm)), warnings=warnings)
-        self._counted: tuple[int, ...] = (0, 0, 0)
+        self._counted: Counter[str] = Counter()
         self.traced = False
         self.lowered = False
         self.changed: Callable[[], None] = lambda: None
@@ -111,7 +110,7 @@ class Compilation:
     def owner(self) -> Compilation:
         """The compilation that has the report. Compiled autograd's belongs to the forward of its backward."""
         owners = (product.marked.owner for product in self._products if product.marked is not None)
-        return cast(Compilation, next(owners, self))
+        return next(owners, self)
 
     def measuring(self, watch: Watch) -> Compilation:
         """Returns a compilation of the same graph that measures the statistics of `watch`."""
@@ -166,7 +165,7 @@ class Compilation:
             self.run_passes(graph)
             start = time.perf_counter()
             lowering.run_joint(graph, self.target, self.capture.device)
-            self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
+            self._add(pass_time_us=(time.perf_counter() - start) * 1e6)
 
     def run_passes(self, graph: fx.Graph) -> None:
         """Runs the passes on a joint or inference graph."""
@@ -203,32 +202,27 @@ class Compilation:
         drawn = outline(graph, self.capture.inputs)
         is_cached = config.fx_graph_cache or config.fx_graph_remote_cache
         self.traced = True
-        self._update(
-            gemms=(*self.part.gemms, *records(graph)),
-            outline=self.part.outline + drawn,
-            pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6,
-            weights=self.part.weights + weight_bytes(graph, self._count),
-            wire_bytes=self.part.wire_bytes + gathers.forward,
-            wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.forward_without,
-            cache="miss" if is_cached and not config.force_disable_caches else "off",
-            histories=self.part.histories + histories(graph, len(self.capture.inputs)),
+        self._update(cache="miss" if is_cached and not config.force_disable_caches else "off")
+        self._add(
+            gemms=records(graph),
+            outline=drawn,
+            pass_time_us=(time.perf_counter() - start) * 1e6,
+            weights=weight_bytes(graph, self._count),
+            wire_bytes=gathers.forward,
+            wire_bytes_bf16=gathers.forward_without,
+            histories=histories(graph, len(self.capture.inputs)),
         )
-        self._counted = (0, 0, 0)
+        self._counted = Counter()
         self._count_work(graph)
-        if self._after is not None:
-            self._after(graph)
+        self._after(graph)
 
     def _count_work(self, *graphs: fx.Graph) -> None:
         """Replaces the counts of casts and sent bytes of a joint graph by those in `graphs`."""
+        sent, without = zip(*(wire_bytes(graph, self._count) for graph in graphs), strict=True)
         casts = sum(num_casts(graph, self._count) for graph in graphs)
-        sent = [wire_bytes(graph, self._count) for graph in graphs]
-        counted = casts, sum(sent_bytes for sent_bytes, _ in sent), sum(without for _, without in sent)
-        part, before, self._counted = self.part, self._counted, counted
-        self._update(
-            casts=part.casts + counted[0] - before[0],
-            wire_bytes=part.wire_bytes + counted[1] - before[1],
-            wire_bytes_bf16=part.wire_bytes_bf16 + counted[2] - before[2],
-        )
+        counted = Counter(casts=casts, wire_bytes=sum(sent), wire_bytes_bf16=sum(without))
+        self._add(**{name: number - self._counted[name] for name, number in counted.items()})
+        self._counted = counted
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
         """Compresses, counts and flattens the tensors that forward saves for backward."""
@@ -241,12 +235,10 @@ class Compilation:
         self._update(
             saved_bytes=(self.part.saved_bytes or 0) + saved,
             saved_bytes_bf16=(self.part.saved_bytes_bf16 or 0) + without,
-            wire_bytes=self.part.wire_bytes + gathers.backward,
-            wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.backward_without,
         )
+        self._add(wire_bytes=gathers.backward, wire_bytes_bf16=gathers.backward_without)
         self._count_work(forward, backward)
-        if self._parted is not None:
-            self._parted(forward, backward)
+        self._parted(forward, backward)
         watching = Watching(sites=self._sites, only_nonfinite=self._only_nonfinite)
         changed |= watching.apply(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
@@ -262,7 +254,7 @@ class Compilation:
         promotes = self.options.policy.quantizes or self.options.target == CPU_FP32
         lowering.run(graph, self.target, self.capture.device, promotes=promotes)
         self.lowered = True
-        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
+        self._add(pass_time_us=(time.perf_counter() - start) * 1e6)
         self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
@@ -278,8 +270,12 @@ class Compilation:
     def add(self, gemms: Iterable[GemmRecord]) -> None:
         """Adds records of products that the passes did not see, unless the part has them from the store."""
         if more := tuple((Counter(gemms) - Counter(self.part.gemms)).elements()):
-            self._update(gemms=self.part.gemms + more)
+            self._add(gemms=more)
             self.changed()
+
+    def _add(self, **more: Any) -> None:
+        """Adds to numbers and sequences of the part."""
+        self._update(**{name: getattr(self.part, name) + value for name, value in more.items()})
 
     def _update(self, **changes: Any) -> None:
         self.part = dataclasses.replace(self.part, **changes)

@@ -14,7 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import fx
@@ -23,7 +23,6 @@ from mxcompile import ops
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.opsets import is_matmul, packet
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of
-from mxcompile.report import Part
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +30,8 @@ _MARK = "mxcompile"
 """Key in a node's ``custom`` metadata with the key of its backward and the indices of its GEMMs."""
 
 
-class Owner(Protocol):
-    """A compilation that records kernel names by the index of the GEMM."""
-
-    part: Part
-
-    def name_kernels(self, kernels: Mapping[int, str]) -> None:
-        """Records the kernels of these GEMMs."""
+Owner = Any
+"""The `Compilation` of a forward and backward; its module imports this module."""
 
 
 @dataclass(frozen=True, eq=False)

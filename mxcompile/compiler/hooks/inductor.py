@@ -24,7 +24,6 @@ from mxcompile.graph.tags import KEY, tags_of
 from mxcompile.ops.view import arguments_of, call_of
 from mxcompile.versions import installed
 
-GraphFunction = Callable[[fx.Graph], None]
 GraphModules = tuple[fx.GraphModule, fx.GraphModule]
 
 _WITH_STATE = (
@@ -70,13 +69,22 @@ def with_needed(requested: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     return {**requested, **needed}, (warning,)
 
 
-class GraphPass(CustomGraphPass):
-    """A pass that runs `function` after the user's passes of the same hook."""
+class _Hook:
+    """The hook `function`, beside the hooks `users` that the user has set in the same place."""
 
-    def __init__(self, function: GraphFunction, uuid: str, users: Any = None) -> None:
+    def __init__(self, function: Callable[..., None], uuid: str, users: Any) -> None:
         self._function = function
         self._uuid = uuid
         self._users = users if isinstance(users, list | tuple) else [users] if users else []
+
+    def uuid(self) -> Any:
+        """Returns the key for Inductor's caches, or None (no caching) if a hook of the user has none."""
+        ids = [user.uuid() if hasattr(user, "uuid") else None for user in self._users]
+        return None if None in ids else (self._uuid, *ids)
+
+
+class GraphPass(_Hook, CustomGraphPass):
+    """A pass that runs `function` after the user's passes of the same hook."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Runs the user's passes, then `function`."""
@@ -84,31 +92,18 @@ class GraphPass(CustomGraphPass):
             before(graph)
         self._function(graph)
 
-    def uuid(self) -> Any:
-        """Returns the key for Inductor's caches, or None (no caching) if a user's pass has none."""
-        return _joined(self._uuid, self._users)
 
-
-class Partitioner(CustomPartitionerFn):
-    """The user's partitioner, or Inductor's. Passes the forward and backward graphs to `look`."""
-
-    def __init__(self, look: Callable[[GraphModules, int], None], uuid: str, users: Any = None) -> None:
-        self._look = look
-        self._uuid = uuid
-        self._users = users
+class Partitioner(_Hook, CustomPartitionerFn):
+    """The user's partitioner, or Inductor's. Passes the forward and backward graphs to `function`."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> GraphModules:
-        """Partitions `gm`, then calls `look` with the two graphs."""
-        partition: Any = self._users or min_cut_rematerialization_partition
+        """Partitions `gm`, then calls `function` with both graphs and the number of forward outputs."""
+        partition: Any = self._users[0] if self._users else min_cut_rematerialization_partition
         graphs: GraphModules = partition(gm, joint_inputs, **kwargs)
         for part in graphs:
             _tag_wrapped(gm.graph, part.graph)
-        self._look(graphs, kwargs["num_fwd_outputs"])
+        self._function(graphs, kwargs["num_fwd_outputs"])
         return graphs
-
-    def uuid(self) -> Any:
-        """Returns the key for Inductor's caches."""
-        return _joined(self._uuid, [self._users] if self._users else [])
 
     def __deepcopy__(self, memo: object) -> Partitioner:
         return self
@@ -137,8 +132,3 @@ def _tag_wrapped(joint: fx.Graph, part: fx.Graph) -> None:
 def _call(node: fx.Node) -> str:
     called, _ = call_of(node)
     return f"{called} {arguments_of(node)}"
-
-
-def _joined(uuid: str, users: Sequence[Any]) -> Any:
-    ids = [user.uuid() if hasattr(user, "uuid") else None for user in users]
-    return None if None in ids else (uuid, *ids)

@@ -21,6 +21,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -75,7 +76,7 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
                 ends = (end for end in endings if isinstance(end, _End))
                 end = next((end for end in ends if end.root is attempt.root), None)
                 if end is None:
-                    end = _End(attempt.root, attempt.call, options, is_whole=is_whole)
+                    end = _End(root=attempt.root, call=attempt.call, options=options, is_whole=is_whole)
                     endings.append(end)
                 end.attempts.append(attempt)
         return exceeded, limit
@@ -129,6 +130,7 @@ def _num_codes(code: CodeType) -> int:
     return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
+@dataclass(kw_only=True, eq=False)
 class _End:
     """Checks the attempts to compile frames of a call, at the end of the call.
 
@@ -136,18 +138,15 @@ class _End:
     not a call of a compiled part of `root`.
     """
 
-    def __init__(
-        self, root: nn.Module | None, call: Running | None, options: Options, *, is_whole: bool
-    ) -> None:
-        self.root = root
-        self.attempts: list[_Attempt] = []
-        self._call = call
-        self._options = options
-        self._is_whole = is_whole
-        self._runs = Runs()
+    root: nn.Module | None
+    call: Running | None
+    options: Options
+    is_whole: bool
+    attempts: list[_Attempt] = field(default_factory=list)
+    runs: Runs = field(default_factory=Runs)
 
     def __call__(self) -> None:
-        self._runs.close()
+        self.runs.close()
         try:
             if sys.exc_info()[0] is None:  # else the call has failed
                 self._check()
@@ -155,22 +154,22 @@ class _End:
             REGISTRY.flush()
 
     def _check(self) -> None:
-        root, call, options = self.root, self._call, self._options
+        root, call, options = self.root, self.call, self.options
         failed = [at for at in self.attempts if _num_codes(at.code) <= at.num_codes]  # compiled nothing
         reported = [attempt.report_failure(options) for attempt in failed]
         if root is None or call is None:
             return
         has_code = not failed and bool(session_of(root).places)  # else perhaps no code has a graph
-        if self._is_whole and (REGISTRY.knows(root, options.group) or not has_code):
-            check_call(root, options, call.args, call.kwargs, self._runs.gemms)
+        if self.is_whole and (REGISTRY.knows(root, options.group) or not has_code):
+            check_call(root, options, call, self.runs.gemms)
         session = session_of(root)
         is_checked = session.plan is None or session.ran.get(options.group) is session.plan
-        if not (self._is_whole or is_checked) and root._compiled_call_impl is None:
+        if not (self.is_whole or is_checked) and root._compiled_call_impl is None:
             check_first_call(root, options, {})  # Python runs `root`, and its modules are compiled
         if not any(reported):
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
             modules = [path for path in starts if path is not None]
-            check_modules(root, options, call.args, call.kwargs, modules, self._runs.layers)
+            check_modules(root, options, call, modules, self.runs.gemms)
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
@@ -207,7 +206,8 @@ def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.M
             result = root(*args, **kwargs)
         try:
             idle = [path for path in parts if path not in called]
-            check_call(root, options.now(), args, kwargs, runs.gemms, parts=[*parts], idle=idle)
+            call = Running(module=root, args=args, kwargs=kwargs, directly=True)
+            check_call(root, options.now(), call, runs.gemms, parts=[*parts], idle=idle)
         finally:
             REGISTRY.flush()
         return result

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.reporting import unplanned
-from mxcompile.compiler.session.frames import is_running
+from mxcompile.compiler.session.frames import Running
 from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.session import gemms_of_call, planned, session_of
 from mxcompile.errors import UnsupportedError
@@ -65,27 +64,15 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     REGISTRY.plan(root, options.group, plan.records(options.policy))
 
 
-def check_ran(compilation: Compilation) -> None:
-    """Compares the compiled layers with the plan when a backward is lowered after its call.
-
-    The forward has run by then. A planned layer without a compiled record ran as Python: strict mode raises
-    `UnsupportedError`, other modes log a warning.
-    """
-    plan, root = compilation.capture.planned.plan, compilation.capture.root
-    if plan is not None and root is not None and not is_running(root):
-        _check_ran(root, compilation.options, plan)
-
-
 def check_call(
     root: nn.Module,
     options: Options,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    call: Running,
     runs: Mapping[tuple[str, Gemm], int],
     parts: Sequence[str] = (),
     idle: Sequence[str] = (),
 ) -> None:
-    """Compares the compiled layers of `root` with its plan, after a call of `root` with `args` and `kwargs`.
+    """Compares the compiled layers of `root` with its plan, after the call `call` of `root`.
 
     Reports layers that ran outside of compiled code, and a model without compiled code: as a warning, or in
     strict mode as an `UnsupportedError`.
@@ -96,10 +83,10 @@ def check_call(
     if REGISTRY.knows(root, options.group):
         plan = session_of(root).plan
         if plan is not None and session_of(root).ran.get(options.group) is not plan:
-            _check_ran(root, options, plan, (args, kwargs), idle)
-            _check_runs(root, options, plan, (args, kwargs), runs)
+            check_ran(root, options, plan, call, idle)
+            _check_runs(root, options, plan, call, runs)
         return
-    plan = planned(root, args, kwargs).plan
+    plan = planned(root, call.args, call.kwargs).plan
     if plan is not None and not plan.tags:
         return
     device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
@@ -118,23 +105,22 @@ def check_call(
 def check_modules(
     root: nn.Module,
     options: Options,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    call: Running,
     modules: Sequence[str],
-    ran: set[str],
+    runs: Iterable[tuple[str, Gemm]],
 ) -> None:
-    """Reports layers that a call ran outside of compiled code, although other calls compile them.
+    """Reports layers that a call of `root` ran outside of compiled code, although other calls compile them.
 
-    args, kwargs: arguments of the call of `root`. modules: paths of compiled modules that the call ran. ran:
-    layers that compiled code computed. Raises `UnsupportedError` in strict mode.
+    modules: paths of compiled modules that the call ran. runs: GEMMs that compiled code computed. Raises
+    `UnsupportedError` in strict mode.
     """
     plan = session_of(root).plan
     if plan is None:
         return
     pending = {gemm.name for gemm in REGISTRY.pending(root, options.group) if gemm.gemm == Gemm.FPROP}
     expected = {tag.name for tag in _quantized(plan, options) if _is_in(tag.name, modules)}
-    missing = expected - ran - pending
-    missing &= _layers_of_call(root, args, kwargs) or set() if missing else set()
+    missing = expected - pending - {name for name, gemm in runs if gemm == Gemm.FPROP}
+    missing &= _layers_of_call(root, call) or set() if missing else set()
     if missing:
         names = spelled([layer for layer in plan.layers if layer.name in missing])
         message = f"a call ran layers outside of compiled code that other calls compile {_HINT}: {names}"
@@ -170,17 +156,13 @@ def _report_or_raise(message: str, options: Options) -> None:
     log.warning("%s", message)
 
 
-def _check_ran(
-    root: nn.Module,
-    options: Options,
-    plan: Plan,
-    call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
-    idle: Sequence[str] = (),
+def check_ran(
+    root: nn.Module, options: Options, plan: Plan, call: Running | None = None, idle: Sequence[str] = ()
 ) -> None:
-    """Reports the layers of `plan` that ran outside of compiled code.
+    """Reports the layers of `plan` that ran as Python, without a compiled record, after the forward has run.
 
-    call: arguments of the finished call of `root`, which need not run all layers of the plan. idle: paths of
-    modules that were not called.
+    call: the finished call of `root`, which need not run all layers of the plan. idle: paths of modules that
+    were not called. Raises `UnsupportedError` in strict mode.
     """
     checked = session_of(root).ran
     if checked.get(options.group) is plan:
@@ -192,43 +174,37 @@ def _check_ran(
             missing.setdefault(gemm.name, set()).add(gemm.gemm)
     is_sure = not plan.guess
     if missing and not is_sure and call is not None:
-        ran = _layers_of_call(root, *call)
+        ran = _layers_of_call(root, call)
         is_sure = ran is not None
         may_have_run = ran if ran is not None else {name for name in missing if not _is_in(name, idle)}
         missing = {name: gemms for name, gemms in missing.items() if name in may_have_run}
     if missing:
         forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
-        backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]
-        backward = [layer for layer in backward if layer not in forward]
-        texts = []
+        backward = [layer for layer in plan.layers if layer.name in missing and layer not in forward]
+        subjects = {
+            "gradients that no compiled graph contains": backward,
+            "layers that ran outside of compiled code": forward,
+        }
         if not is_sure:
-            names = spelled([*forward, *backward])
-            subject = "layers that no compiled graph contains; they may not have run, or ran uncompiled"
-            texts.append(f"{subject} {_HINT}: {names}")
-        if is_sure and backward:
-            texts.append(f"gradients that no compiled graph contains {_HINT}: {spelled(backward)}")
-        if is_sure and forward:
-            texts.append(f"layers that ran outside of compiled code {_HINT}: {spelled(forward)}")
+            unsure = "layers that no compiled graph contains; they may not have run, or ran uncompiled"
+            subjects = {unsure: [*forward, *backward]}
+        texts = [f"{subject} {_HINT}: {spelled(layers)}" for subject, layers in subjects.items() if layers]
         _report_or_raise(f"{options.policy.label} quantizes {', and '.join(texts)}", options)
     checked[options.group] = plan
 
 
 def _check_runs(
-    root: nn.Module,
-    options: Options,
-    plan: Plan,
-    call: tuple[Sequence[Any], Mapping[str, Any]],
-    runs: Mapping[tuple[str, Gemm], int],
+    root: nn.Module, options: Options, plan: Plan, call: Running, runs: Mapping[tuple[str, Gemm], int]
 ) -> None:
     """Reports the layers of `plan` whose GEMMs compiled code and Python both compute in a call.
 
-    call: arguments of the finished call of `root`. runs: how often compiled code computes each GEMM in it.
+    call: the finished call of `root`. runs: how often compiled code computes each GEMM in it.
     """
     recomputed = {tag.name for tag in plan.tags if tag.recomputed}
     names = {tag.name for tag in _quantized(plan, options)}
     compiled = {key for key in runs if key[0] in names and (key[1] == Gemm.FPROP or key[0] not in recomputed)}
     rarer = {key for key in compiled if runs[key] < plan.runs[key]}
-    exact = gemms_of_call(root, *call) if rarer else None
+    exact = gemms_of_call(root, call.args, call.kwargs) if rarer else None
     rarer = {key for key in rarer if exact is not None and runs[key] < exact[key]}
     forward = {name for name, gemm in rarer if gemm == Gemm.FPROP}
     backward = {name for name, _ in rarer} - forward
@@ -243,9 +219,9 @@ def _check_runs(
         REGISTRY.note(message, options.group, model=root, frame=None)
 
 
-def _layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> set[str] | None:
+def _layers_of_call(root: nn.Module, call: Running) -> set[str] | None:
     """Returns the layers that a call of `root` runs, or None if that depends on tensor values."""
-    gemms = gemms_of_call(root, args, kwargs)
+    gemms = gemms_of_call(root, call.args, call.kwargs)
     return None if gemms is None else {name for name, _ in gemms}
 
 

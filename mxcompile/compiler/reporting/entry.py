@@ -29,6 +29,7 @@ from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.reporting import sharing, unplanned
 from mxcompile.compiler.reporting.checks import check_ran
 from mxcompile.compiler.reporting.shared_code import Attribution, attribution
+from mxcompile.compiler.session.frames import is_running
 from mxcompile.compiler.session.session import Places, session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
@@ -150,7 +151,10 @@ class _Entry:
         self.put()
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(REGISTRY.flush)
-        check_ran(self._compilation)
+        capture, options = self._compilation.capture, self._compilation.options
+        plan, root = capture.planned.plan, capture.root
+        if plan is not None and root is not None and not is_running(root):  # a backward, after its call
+            check_ran(root, options, plan)
 
 
 def _path(name: str) -> Path:

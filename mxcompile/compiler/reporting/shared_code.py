@@ -60,11 +60,6 @@ class Runs:
         self.gemms: Counter[tuple[str, Gemm]] = Counter()
         _OPEN.append(self)
 
-    @property
-    def layers(self) -> set[str]:
-        """Layers whose forward was computed."""
-        return {name for name, gemm in self.gemms if gemm == Gemm.FPROP}
-
     def close(self) -> None:
         """Ends the collection."""
         _OPEN.remove(self)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mxcompile.errors import OptionError, nearest, not_allowed, shown
+from mxcompile.errors import OptionError, check_word, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
 from mxcompile.report import Ledger, form_of
@@ -34,12 +34,10 @@ KEYS = ("policy", "report", "target", "strict", "inductor", "watch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Checked options.
+    """The checked options of a `Backend`.
 
-    policy: policy with the watch's changes. report: file of the report. target: "auto" or a name in
-    `lowering.targets.TARGETS`. strict: whether to raise instead of a fallback, and for rules without effect.
-    mode: mode of Inductor. inductor: overrides of ``torch._inductor.config``. watch: the `Watch` of training
-    steps, if any. user_policy: the user's policy for the step, before the watch changed it.
+    policy: policy with the watch's changes. user_policy: the user's policy for the step, before the watch
+    changed it.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -67,8 +65,7 @@ class Options:
             raise OptionError(f"options must be a dict with {', '.join(KEYS)}, found {options!r}")
         raw = dict(options or {})
         for key in raw:
-            if key not in KEYS:
-                raise OptionError(not_allowed("option", key, KEYS))
+            check_word("option", key, KEYS)
         strict = raw.get("strict", False)
         if not isinstance(strict, bool):
             raise OptionError(f"option 'strict' must be True or False, found {strict!r}")
@@ -90,15 +87,12 @@ class Options:
 
     def fingerprint(self) -> str:
         """Returns all options that can change the compiled code, as text."""
-        return self._fingerprint(self.policy)
+        return repr((self.policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
 
     @property
     def group(self) -> str:
         """Key of a report: the fingerprint with the user's policy, before the watch changed it."""
-        return self._fingerprint(self.user_policy or self.policy)
-
-    def _fingerprint(self, policy: Policy) -> str:
-        return repr((policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
+        return replace(self, policy=self.user_policy or self.policy).fingerprint()
 
     def ledger(self, target: str, model: nn.Module | None) -> Ledger:
         """Returns an empty ledger for the report of `model`, compiled with these options for `target`."""
@@ -111,7 +105,7 @@ class Options:
         if self.watch is None:
             return self
         policy = self.policy.at(self.watch.next_step)
-        return replace(self, policy=self.watch.over(policy), user_policy=policy)
+        return replace(self, policy=self.watch.fallbacks.over(policy), user_policy=policy)
 
 
 def _report(value: Any) -> Path | None:
@@ -133,9 +127,7 @@ def _mode(mode: Any) -> str | None:
 
     if mode is None or mode == "default":
         return None
-    modes = [*list_mode_options()]
-    if mode not in modes:
-        raise OptionError(not_allowed("mode", mode, modes))
+    check_word("mode", mode, [*list_mode_options()])
     return str(mode)
 
 
