@@ -25,7 +25,7 @@ from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Report
-from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
+from mxcompile.report.forms.tables import Table, drawn, fitted, section, wrapped
 from mxcompile.report.forms.words import byte_count, duration
 
 _ROWS = 20
@@ -53,17 +53,14 @@ class Comparison:
             missing = f"no estimates, because target {summary.target} has no data sheet"
             about = "estimated" if summary.estimate_us else missing
             return f"target {summary.target}, {about}\n\n{table}"
-        layers, lines = self._layers(), [table]
-        if len(layers) > 1:
+        if len(layers := self._layers()) > 1:
             title = "SQNR of GEMMs against FP32 in dB, the lowest of any policy first; empty: not quantized"
-            lines += ["", *wrapped([title]), "", drawn(fitted(layers[: _ROWS + 1], ("layer",)))]
-        if len(layers) > _ROWS + 1:
-            lines.append(f"… and {len(layers) - _ROWS - 1} layers with smaller errors")
+            table += f"\n\n{section(title, layers, _ROWS, 'layers with smaller errors')}"
         every = [result.numerics for result in self.audits]
         shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
         notes = [f"note: {note}" for note in shared]
         notes += (f"note, {n.policy}: {note}" for n in every for note in n.notes if note not in shared)
-        return "\n".join([*lines, *wrapped(notes)])
+        return "\n".join([table, *wrapped(notes)])
 
     def _policies(self) -> Table:
         """Returns a row for each policy, without columns that are empty for all."""

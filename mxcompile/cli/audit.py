@@ -117,7 +117,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
-    from mxcompile.analysis.audit import audit, form_of
+    from mxcompile.analysis.audit import Audit, audit
     from mxcompile.analysis.compare import compare
 
     if options.compare is not None:
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
             comparison = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
         print(noted(comparison, loaded))
         return 0
-    arguments.check_output(options, form_of)
+    arguments.check_output(options, Audit.form_of)
     arguments.check_plots(options.plots)
     with arguments.quiet(), measured(options) as loaded:
         audited = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)

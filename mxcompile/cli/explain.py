@@ -60,10 +60,11 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.analysis.explain.sweep import TOKENS, sweep
     from mxcompile.policy import Policy
-    from mxcompile.report import form_of
+    from mxcompile.report import Report
     from mxcompile.report.forms.text import to_summary
 
-    arguments.check_output(options, form_of if options.sweep is None else arguments.check_picture)
+    check = Report.form_of if options.sweep is None else arguments.check_picture
+    arguments.check_output(options, check)
     if options.why is not None:
         reason = "--why prints the evidence for roles and nothing else"
         arguments.leave_out(options, reason, "output", "compare", "sweep")

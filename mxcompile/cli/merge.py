@@ -25,10 +25,10 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
-    from mxcompile.report import Report, form_of
+    from mxcompile.report import Report
     from mxcompile.report.forms.words import count
 
-    check_output(options, form_of)
+    check_output(options, Report.form_of)
     report = Report.merged([Report.load(path) for path in options.reports])
     layers = len({gemm.name for gemm in report.gemms})
     show(report, options, f"{count(len(options.reports), 'report')}, {count(layers, 'layer')}; ")

@@ -68,7 +68,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status, 1 if no mesh of the given number of ranks fits."""
     from mxcompile.analysis.explain.rank import explain_rank, sweep_meshes
-    from mxcompile.mesh.report import form_of
+    from mxcompile.mesh import RankReport
 
     named = arguments.selected(options, "policy", "target", "parallel", "links", "node")
     named["training"] = not options.inference
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         arguments.leave_out(
             options, "a memory limit selects among the meshes of RANKS, and this is one mesh", "memory_gb"
         )
-        arguments.check_output(options, form_of)
+        arguments.check_output(options, RankReport.form_of)
         named |= arguments.selected(options, "mesh", "schedule", "microbatches")
         with arguments.quiet(), arguments.working(f"tracing {options.model} on one rank of {options.mesh}"):
             model, args, kwargs = arguments.of_ranks(options)

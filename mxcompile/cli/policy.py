@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.cli.arguments import add_model, add_output, check_output, loaded, quiet, working
-from mxcompile.errors import OptionError
 
 
 def add_to(commands: Any) -> None:
@@ -130,7 +129,6 @@ def run_schema(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> Any:
-    """Returns the report of the model in `options` under `policy`."""
     from mxcompile.analysis.explain.explainer import explain
 
     with quiet(), working(f"tracing {options.model}"):
@@ -139,12 +137,10 @@ def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> 
 
 
 def _write(text: str, options: argparse.Namespace) -> None:
+    from mxcompile.report.files import save
+
     if options.output is None:
         print(text, end="")
         return
-    try:
-        with options.output.open("w" if options.force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise OptionError(f"{options.output}: cannot be written: {error.strerror}") from None
+    save(options.output, text, "policy")
     print(f"written to {options.output}")

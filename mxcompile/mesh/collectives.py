@@ -60,18 +60,17 @@ class Collective:
 
 
 class Axes:
-    """Maps process groups to the names of the axes of a mesh."""
+    """Maps process groups to the names of the axes of a mesh.
+
+    strides: differences of neighbouring rank numbers, by axis.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
         self._names: dict[Any, str] = {mesh.get_group(name).group_name: name for name in names}
         for name, joined in getattr(mesh._get_root_mesh(), "_flatten_mapping", {}).items():
             self._names.setdefault(joined.get_group().group_name, name)
-        self._strides = {name: stride(mesh.get_group(name)) for name in names}
-
-    def stride(self, name: str) -> int:
-        """Returns the difference between the numbers of neighbouring ranks on the axis `name`."""
-        return self._strides[name]
+        self.strides = {name: stride(mesh.get_group(name)) for name in names}
 
     def __call__(self, group: Any) -> str:
         """Returns the axis name of a process group or group name; "n ranks" if the group is not an axis."""
@@ -91,7 +90,6 @@ class Axes:
 
 
 def _ranks(group: Any) -> list[int]:
-    """Returns the rank numbers of a process group or group name."""
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _resolve_process_group,
         get_process_group_ranks,
@@ -137,7 +135,6 @@ def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
 
 
 def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
-    """Yields the collectives that reduce the gradients of `group`."""
     dtype = group.reduced
     if dtype is None:
         return

@@ -103,7 +103,6 @@ class _Walk:
         self._graphs = graphs
 
     def forward(self) -> Iterator[MemoryBreakdown]:
-        """Yields the memory at each node of forward."""
         before = 0
         for graph, times in self._graphs:
             for moment in graph.forward:

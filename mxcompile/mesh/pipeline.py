@@ -100,9 +100,8 @@ def rank_memory(
 ) -> Memory:
     """Returns the memory of `rank` of a pipeline.
 
-    groups: the FSDP2 groups on this rank. layers: by stage, the number of layers of a path.
-
-    FSDP2 keeps whole gradients in the reduction dtype until the last micro-batch.
+    groups: the FSDP2 groups on this rank, which keep whole gradients in the reduction dtype until the last
+    micro-batch. layers: by stage, the number of layers of a path.
     """
     parameters = [(path, p) for path, p in model.named_parameters() if stages.has(rank, user_path(path))]
     trained = sum(local_bytes(p) for _, p in parameters if p.requires_grad) if training else 0

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mxcompile.mesh.collectives import Collective
 from mxcompile.mesh.memory import Memory, MemoryBreakdown
 from mxcompile.mesh.shards import Shard
 from mxcompile.policy import Gemm
 from mxcompile.report import Report, files
-from mxcompile.report.data.fold import spelled
+from mxcompile.report.data.fold import grouped, spelled
 from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 from mxcompile.report.forms.words import byte_count, count
 
@@ -28,8 +27,8 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankReport:
-    """Rank 0 of a mesh. `explain_rank` returns it; ``print`` shows it as text.
+class RankReport(files.Document):
+    """Rank 0 of a mesh. `explain_rank` returns it; ``print`` shows it as text, `save` writes .txt or .json.
 
     Attributes:
         mesh: Axes and their sizes.
@@ -52,6 +51,12 @@ class RankReport:
     time: StepTime | None = None
     pipeline: Pipeline | None = None
     warnings: tuple[str, ...] = ()
+
+    NOUN = "rank report"
+    FORMS: ClassVar[Mapping[str, Callable[[Any], str]]] = {
+        ".txt": "{}\n".format,
+        ".json": lambda report: report.to_json(),
+    }
 
     @property
     def wire_bytes(self) -> int:
@@ -104,9 +109,9 @@ class RankReport:
         if not self.collectives:
             return "this rank sends nothing in a step"
         head = ["collective", "of", "modules", "phase", "axis", "dtype", "each", "times", "total"]
-        alike: defaultdict[tuple[object, ...], list[Collective]] = defaultdict(list)
-        for c in self.collectives:
-            alike[c.kind, c.what, c.phase, c.axis, c.ranks, c.dtype, c.num_bytes].append(c)
+        alike = grouped(
+            self.collectives, lambda c: (c.kind, c.what, c.phase, c.axis, c.ranks, c.dtype, c.num_bytes)
+        )
         rows = [
             [
                 *(same[0].kind, same[0].what),
@@ -122,9 +127,7 @@ class RankReport:
         )
 
     def _sums(self) -> Table:
-        by_kind: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
-        for collective in self.collectives:
-            by_kind[collective.kind, collective.what, collective.axis].append(collective)
+        by_kind = grouped(self.collectives, lambda c: (c.kind, c.what, c.axis))
         rows = [[*kind, str(len(same)), _beside(same)] for kind, same in sorted(by_kind.items())]
         return [["collective", "of", "axis", "times", "this rank gives"], *rows]
 
@@ -144,28 +147,6 @@ class RankReport:
             "report": json.loads(self.report.to_json()),
         }
         return json.dumps(data, indent=1)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the report atomically.
-
-        Args:
-            path: File whose suffix, ``.txt`` or ``.json``, chooses the format.
-
-        Raises:
-            OptionError: The suffix is unknown, or the file cannot be written.
-        """
-        files.save(path, form_of(path)(self), "rank report")
-
-
-_FORMS: dict[str, Callable[[RankReport], str]] = {
-    ".txt": lambda report: f"{report}\n",
-    ".json": RankReport.to_json,
-}
-
-
-def form_of(path: str | Path) -> Callable[[RankReport], str]:
-    """Returns the formatter for the suffix of `path`. Raises `OptionError` for another suffix."""
-    return files.form_of(path, _FORMS, "rank report")
 
 
 def _beside(collectives: Sequence[Collective]) -> str:

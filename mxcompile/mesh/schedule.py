@@ -148,12 +148,9 @@ class Schedule:
         return ends[needed] + sent if needed in ends else None
 
 
-_ENDS = 2
-
-
 def split(blocks: int, stages: int) -> tuple[int, ...]:
     """Returns the number of blocks in each of `stages` ≥ 2. Raises `OptionError` if one would be empty."""
-    per_stage, more = divmod(blocks + _ENDS, stages)
+    per_stage, more = divmod(blocks + 2, stages)  # the modules at both ends count as a block each
     sizes = [per_stage + (stage < more) for stage in range(stages)]
     sizes[0] -= 1
     sizes[-1] -= 1

@@ -169,8 +169,9 @@ class MeshSweep:
         axes = figure.subplots()
         names = [point.candidate.mesh for point in fitting]
         before = [0.0] * len(fitting)
-        columns = zip(*map(self._parts, fitting), strict=True)
-        for (part, color), sizes in zip(_COLORS.items(), columns, strict=True):
+        parts = [(point.candidate.tp / self.tokens, _parts_us(point.step)) for point in fitting]
+        for part, color in _COLORS.items():
+            sizes = [share * us[part] for share, us in parts]
             axes.barh(names, sizes, left=before, color=color, label=part)
             before = [start + size for start, size in zip(before, sizes, strict=True)]
         axes.invert_yaxis()
@@ -179,13 +180,6 @@ class MeshSweep:
         axes.grid(axis="x", alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
         figure.savefig(path)
-
-    def _parts(self, point: MeshPoint) -> list[float]:
-        """Returns the µs per token and GPU for each part of `_COLORS`."""
-        sums = dict.fromkeys(_COLORS, 0.0)
-        for part, us in point.step.works[0].parts(point.step.links, point.step.rates).items():
-            sums["exposed communication" if part.startswith("exposed") else _DRAWN.get(part, "rest")] += us
-        return [point.candidate.tp * us / self.tokens for us in sums.values()]
 
     def _title(self) -> str:
         return (
@@ -197,18 +191,14 @@ class MeshSweep:
         head = ["mesh", "memory", "step, ms", "tokens/s a GPU", "exposed", "of BF16's step"]
         rows = []
         for point in fitting:
-            step = point.step
-            parts = step.works[0].parts(step.links, step.rates)
-            exposed = sum(us for part, us in parts.items() if part.startswith("exposed")) / sum(
-                parts.values()
-            )
+            step, us = point.step, _parts_us(point.step)
             rows.append(
                 [
                     point.candidate.mesh,
                     byte_count(point.memory),
                     f"{step.us.centre / 1e3:,.0f}",
                     point.speed(self.tokens).text(",.0f"),
-                    f"{exposed:.0%}",
+                    f"{us['exposed communication'] / sum(us.values()):.0%}",
                     step.over(step.works[0], step.works[-1]).text(".2f"),
                 ]
             )
@@ -227,3 +217,11 @@ class MeshSweep:
         ]
         lines += [f"{point.candidate.mesh}: {point.reason}" for point in self.points if point.rank is None]
         return wrapped(lines)
+
+
+def _parts_us(step: StepTime) -> dict[str, float]:
+    """Returns the µs of each part of `_COLORS`."""
+    sums = dict.fromkeys(_COLORS, 0.0)
+    for part, us in step.works[0].parts(step.links, step.rates).items():
+        sums["exposed communication" if part.startswith("exposed") else _DRAWN.get(part, "rest")] += us
+    return sums

@@ -28,6 +28,7 @@ from mxcompile.offline.graph_work import Works
 from mxcompile.offline.launch import INDISTINGUISHABLE, KINDS
 from mxcompile.offline.rates import Range, Rates
 from mxcompile.offline.training import loss_bytes, update_bytes
+from mxcompile.report.data.fold import grouped
 from mxcompile.report.forms.tables import Table, drawn
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -243,14 +244,12 @@ class StepTime:
 
     def _collectives(self) -> Table:
         """Returns a table with a row for each kind of collective under the first policy."""
-        work = self.works[0]
-        sums: dict[tuple[str, ...], list[float]] = {}
-        for collective in work.collectives:
-            where = self.links.link(collective)
-            key = (collective.kind, collective.what, f"{collective.axis} ({collective.ranks})", where)
-            us = self.links.us(collective, work.contributed_bytes(collective), self.rates)
-            sums.setdefault(key, []).extend([us] * work.times(collective))
-        rows = [[*key, str(len(times)), _ms(sum(times))] for key, times in sums.items()]
+        work, links = self.works[0], self.links
+        alike = grouped(work.sent, lambda c: (c.kind, c.what, f"{c.axis} ({c.ranks})", links.link(c)))
+        rows = []
+        for key, same in alike.items():
+            us = sum(links.us(c, work.contributed_bytes(c), self.rates) for c in same)
+            rows.append([*key, str(len(same)), _ms(us)])
         return [["collective", "of", "axis", "link", "times", "ms"], *rows]
 
     def as_data(self) -> dict[str, Any]:

@@ -69,10 +69,8 @@ class Binary:
 def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary], float]) -> Binary:
     """Compiles the kernel `name` in `source`, a module written by Inductor, for `target`.
 
-    time: returns the estimate of a binary in µs, which selects the fastest binary without problems.
-
-    The caller must be inside ``stand_in(target)``. A kernel that does not compile raises nothing; the
-    result's `problems` have the reason.
+    time: returns the estimate of a binary in µs, which selects the fastest binary without problems. A kernel
+    that does not compile has the reason in its `problems`. The caller must be inside ``stand_in(target)``.
     """
     tuner = vars(PyCodeCache.load(source))[name]
     binaries = [_compiled(name, tuner, config, target) for config in tuner.configs]
@@ -93,7 +91,6 @@ def _without_pipelining(config: Any) -> Any | None:
 
 
 def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
-    """Compiles the kernel of `tuner` in one configuration."""
     described = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     results: list[Any] = []
     compile_kernel = triton.compile
@@ -183,8 +180,7 @@ def _numbers(pattern: str, text: str) -> list[int]:
 def _spilled(ptx: str, arch: int) -> int:
     """Returns the bytes that the assembler spills. Raises `TargetError`.
 
-    The stack size does not measure spills, because the stack also holds arrays, e.g. for sine's slow
-    path.
+    The stack size does not measure spills, because the stack also holds arrays, e.g. for sine's slow path.
     """
     gpu = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
     options = "-v", "--regAllocOptLevel=2", f"--gpu-name={gpu}", "-o", "/dev/null"

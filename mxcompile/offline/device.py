@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,19 +82,19 @@ def attention_flops(node: fx.Node) -> float:
     return half * factor * sum(tag.flops for tag in tags)
 
 
+@dataclass(frozen=True, slots=True)
 class _Attention:
     """Replaces the CPU's attention operators with GPU operators."""
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, backend: str) -> None:
-        self._graph = graph
-        self._mode = mode
-        self._backend = backend
+    graph: fx.Graph
+    mode: FakeTensorMode
+    backend: str
 
     def replace(self) -> None:
         """Replaces all attention operators; each backward reads the saved results of its new forward."""
         cpu = BACKENDS["cpu"]
         for old, replaced in ((cpu.forward, self._replace_forward), (cpu.backward, self._replace_backward)):
-            for node in list(self._graph.nodes):
+            for node in list(self.graph.nodes):
                 if packet(node) is old:
                     replaced(node)
 
@@ -101,11 +102,11 @@ class _Attention:
         names = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
         q, k, v, dropout, causal, mask, scale = (argument_of(node, name) for name in names)
         arguments: tuple[Any, ...]
-        with self._graph.inserting_before(node):
+        with self.graph.inserting_before(node):
             if mask is not None:
                 backend = "efficient"
                 arguments = (self._bias(q, k, mask, node), True, dropout, causal)
-            elif self._backend == CUDNN and _fits_cudnn(q):
+            elif self.backend == CUDNN and _fits_cudnn(q):
                 backend = CUDNN
                 arguments = (None, True, dropout, causal, False)
             else:
@@ -115,11 +116,11 @@ class _Attention:
             new = self._call(target, q, k, v, *arguments, like=node, scale=scale)
         set_tag(new, *tags_of(node))
         for index, user in list(results_of(node)):
-            with self._graph.inserting_before(user):
+            with self.graph.inserting_before(user):
                 item = self._call(operator.getitem, new, index, like=user)
             user.replace_all_uses_with(item)
-            self._graph.erase_node(user)
-        self._graph.erase_node(node)
+            self.graph.erase_node(user)
+        self.graph.erase_node(node)
 
     def _bias(self, q: fx.Node, k: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
         """Returns the mask as the kernel needs it: floating point, expanded, with aligned rows."""
@@ -147,7 +148,7 @@ class _Attention:
         row = ATTENTION_FORWARD[packet(forward)]
         saved = self._saved(forward, range(2, 4) if row.backend == "efficient" else range(2, 8))
         tensors = (grad, q, k, v)
-        with self._graph.inserting_before(node):
+        with self.graph.inserting_before(node):
             arguments: tuple[Any, ...]
             match row.backend:
                 case "efficient":
@@ -160,12 +161,12 @@ class _Attention:
             new = self._call(row.backward.default, *tensors, *arguments, like=node, scale=scale)
         set_tag(new, *tags_of(node))
         node.replace_all_uses_with(new)
-        self._graph.erase_node(node)
+        self.graph.erase_node(node)
 
     def _saved(self, forward: fx.Node, results: range) -> list[Any]:
         """Returns results of the forward operator; fixed lengths as ints, unused tensors as None."""
         values = forward.meta["val"]
-        with self._graph.inserting_before(forward.next):
+        with self.graph.inserting_before(forward.next):
             return [
                 values[index]
                 if values[index] is None or isinstance(values[index], int)
@@ -174,10 +175,10 @@ class _Attention:
             ]
 
     def _call(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-        node = self._graph.call_function(target, args, kwargs)
+        node = self.graph.call_function(target, args, kwargs)
         node.meta.update({key: value for key, value in like.meta.items() if key not in ("val", KEY)})
         positional, keywords = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self._mode, torch.no_grad():
+        with self.mode, torch.no_grad():
             node.meta["val"] = target(*positional, **keywords)
         return node
 

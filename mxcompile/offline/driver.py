@@ -95,12 +95,10 @@ class Driver(Rehearsal[FakeTensorMode]):
         sharded: tuple[FSDPGroup, ...] | None = None,
     ) -> None:
         """sharded: the FSDP2 groups of a model on a rank of a mesh; None without a mesh."""
-        if sharded is None:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            super().__init__(model, options, mode, training=training, copied=checkpointed_copy)
-        else:
-            of_rank: Any = partial(rank_copy, sharded)
-            super().__init__(model, options, ValueTrackingMode(), training=training, copied=of_rank)
+        mode, copied = FakeTensorMode(allow_non_fake_inputs=True), checkpointed_copy
+        if sharded is not None:
+            mode, copied = ValueTrackingMode(), partial(rank_copy, sharded)
+        super().__init__(model, options, mode, training=training, copied=copied)
         self._attention = attention
         self.parts: list[Part] = []
         self.generated: list[Generated] = []

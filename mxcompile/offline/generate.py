@@ -129,10 +129,7 @@ def codegen(
 def _cross_compiled(
     generated: Sequence[Generated], chip: Target, rates: Rates, wide: Container[str]
 ) -> tuple[list[Launch], list[Kernel]]:
-    """Returns the launches of the generated graphs, in order, and their kernels, each compiled once.
-
-    rates: rates of the chip. wide: GEMMs in dtypes wider than 16 bits.
-    """
+    """Returns the launches of the generated graphs, in order, and their kernels, each compiled once."""
     kernels: dict[tuple[str, str], Kernel] = {}
     launches: list[Launch] = []
     for phase, graph in _named(generated):
@@ -194,7 +191,6 @@ class _Worker:
     wide: Container[str]
 
     def launched(self, kernel: Kernel | None) -> Launch:
-        """Returns the launch with its work and estimate."""
         if self.rates.target.peak is None or self.launch.kind == COLLECTIVE:
             return self.launch
         facts = None if kernel is None else self._facts(kernel.binary)
@@ -221,7 +217,6 @@ class _Worker:
         )
 
     def _product(self) -> str:
-        """Returns the kind of rate for a library's products."""
         name = self.launch.kernel
         if self.launch.kind == "attention":
             backend = next((candidate for candidate in ("cudnn", "efficient") if candidate in name), "flash")

@@ -61,7 +61,6 @@ def unwritten(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _product(node: fx.Node, tags: tuple[GemmTag, ...], target: Target) -> tuple[str, Work]:
-    """Returns kind and work of a node that multiplies matrices."""
     moved = sum(_bytes(base(operand)) for operand in dict.fromkeys(node.all_input_nodes))
     moved += _bytes(node) or sum(map(_bytes, node.users))
     if called_packet(node) in ATTENTIONS:
@@ -75,7 +74,6 @@ def _product(node: fx.Node, tags: tuple[GemmTag, ...], target: Target) -> tuple[
 
 
 def _rate(node: fx.Node, tag: GemmTag, target: Target) -> str:
-    """Returns the kind of rate for a product."""
     product = Product.from_node(node)
     if product is not None and product.is_packed:
         is_matrix = not product.is_grouped and node.meta["val"].ndim == 2
@@ -110,7 +108,6 @@ def _read(members: list[fx.Node], inside: set[fx.Node]) -> int:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Returns the bytes of the value of `node`."""
     return sum(map(bytes_of, tree_leaves(node.meta.get("val"))))
 
 
@@ -184,7 +181,6 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _results(members: list[fx.Node]) -> Iterable[fx.Node]:
-    """Yields the tensors that `members` compute."""
     for node in members:
         items = [user for user in node.users if user.target is operator.getitem]
         yield from items or [node]

@@ -167,7 +167,6 @@ class _Launched:
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps along K."""
         return math.ceil(self.k / (self._packed * self.sizes.get("BLOCK_K", 1)))
 
     @cached_property
@@ -232,7 +231,6 @@ class _Launched:
 
     @cached_property
     def instructions(self) -> float:
-        """Instructions that a warp issues."""
         return self.code.issued(self.trips)
 
     @cached_property

@@ -234,7 +234,6 @@ def _registers(operands: str) -> Iterator[int]:
 
 
 def _destination(instruction: Instruction) -> list[int]:
-    """Returns the registers that a load writes."""
     first = next(iter(_REGISTERS.finditer(instruction.operands)), None)
     if first is None:
         return []

@@ -129,7 +129,6 @@ class _Times:
 
     @property
     def _width(self) -> float:
-        """Bytes of an element in the GEMM's own dtype."""
         return WIDE.get(self.gemm.dtype, _BF16)
 
 
@@ -147,6 +146,5 @@ def _format(operand: OperandFormat) -> Format:
 
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:
-    """Returns the number of elements of both operands and the result."""
     batch, m, n, k = (size or 0 for size in (gemm.batch, gemm.m, gemm.n, gemm.k))
     return batch * m * k, batch * k * n, batch * m * n

@@ -84,7 +84,6 @@ class _ModuleReader:
         self.calls: list[KernelCall] = []
 
     def read(self, function: ast.FunctionDef) -> None:
-        """Processes the statements of a function in order."""
         for statement in _statements(function.body):
             match statement:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -183,7 +182,6 @@ class _ModuleReader:
 
 
 def _parameters(kernel: str, source: str) -> list[str]:
-    """Returns the names of the parameters of `kernel` in order."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == kernel:
             return [argument.arg for argument in node.args.args]
@@ -191,7 +189,6 @@ def _parameters(kernel: str, source: str) -> list[str]:
 
 
 def _mutated(source: str) -> frozenset[str]:
-    """Returns the parameters that a kernel mutates beside its outputs."""
     match = _MUTATED.search(source)
     return frozenset(ast.literal_eval(match.group(1))) if match else frozenset()
 

@@ -19,4 +19,3 @@ from mxcompile.report.registry import clear_reports as clear_reports
 from mxcompile.report.registry import gather_reports as gather_reports
 from mxcompile.report.registry import reports as reports
 from mxcompile.report.report import Report as Report
-from mxcompile.report.report import form_of as form_of

@@ -15,7 +15,7 @@ from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.data.record import GemmRecord, ReportData, Summary
 from mxcompile.report.forms.figures import differences
-from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.tables import Table, markdown_page, page
 from mxcompile.report.forms.words import count, formats, listed, size
 
 KINDS = ("fell back", "gained", "changed", "new", "removed")
@@ -69,17 +69,11 @@ class Difference:
         return self.old.flop_share - self.new.flop_share
 
     def __str__(self) -> str:
-        lines = wrapped([self._headline, *self._facts()])
-        if self.changes:
-            lines += ["", drawn(fitted(_table(self.changes), ("layer", "change", "reason")))]
-        return "\n".join(lines)
+        return page(self._sentences(), (_table(self.changes), ("layer", "change", "reason")))
 
     def to_markdown(self) -> str:
         """Returns the changes as Markdown, for a pull request."""
-        parts = [f"### {markdown(self._headline)}", bullets(self._facts())]
-        if self.changes:
-            parts.append(markdown_table(_table(self.changes)))
-        return "\n\n".join(part for part in parts if part) + "\n"
+        return markdown_page(self._sentences(), _table(self.changes))
 
     @property
     def _headline(self) -> str:
@@ -89,8 +83,8 @@ class Difference:
             return f"{count(lost, 'layer')} fell back from {self.words}"
         return f"no layer fell back from {self.words}" if self.changes else "the same for every layer"
 
-    def _facts(self) -> list[str]:
-        """Returns a line for each figure of the summary that changed, and each new or removed warning."""
+    def _sentences(self) -> list[str]:
+        """Returns the headline, each figure of the summary that changed, and new or removed warnings."""
         old, new = self.old, self.new
         pairs = [
             ("target", old.target, new.target),
@@ -99,6 +93,7 @@ class Difference:
             ("GEMMs", str(old.num_gemms), str(new.num_gemms)),
         ]
         return [
+            self._headline,
             *(f"{word}: {before} → {after}" for word, before, after in pairs if before != after),
             *differences(old, new),
             *(f"new warning: {warning}" for warning in new.warnings if warning not in old.warnings),

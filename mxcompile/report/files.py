@@ -1,4 +1,4 @@
-"""Report files: atomic writes, and errors that name the file.
+"""Report files: their forms by suffix, atomic writes, and errors that name the file.
 
 ``{rank}`` in a path stands for the rank of the process.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from html import escape
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.publish import beside, publish
@@ -44,6 +45,62 @@ def load(path: str | Path, noun: str, read: Callable[[str], _T]) -> _T:
         raise OptionError(f"{noun} {str(path)!r} is not UTF-8 text: byte {error.start}") from None
     except OptionError as error:
         raise OptionError(f"{noun} {str(path)!r}: {error}") from None
+
+
+class Document:
+    """Base of results that are saved as files.
+
+    NOUN: name of the result in errors. FORMS: functions that render it, by file suffix.
+    """
+
+    __slots__ = ()
+    NOUN: ClassVar[str]
+    FORMS: ClassVar[Mapping[str, Callable[[Any], str]]]
+
+    @classmethod
+    def form_of(cls, path: str | Path) -> Callable[[Self], str]:
+        """Returns the renderer for the suffix of `path`. Raises `OptionError` for other suffixes."""
+        return form_of(path, cls.FORMS, cls.NOUN)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the result to `path` atomically.
+
+        Args:
+            path: file whose suffix selects the form.
+
+        Raises:
+            OptionError: if the suffix is unknown or the file cannot be written.
+        """
+        save(path, self.form_of(path)(self), self.NOUN)
+
+
+class LoadedDocument(Document):
+    """Base of results that are also read from JSON files, and shown as HTML in notebooks."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Returns the HTML page in a frame, for notebooks."""
+        page = escape(self.FORMS[".html"](self))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the result that `to_json` wrote as `text`.
+
+        Raises:
+            OptionError: with the JSON path of the first fault.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Returns the result in the JSON file `path`.
+
+        Raises:
+            OptionError: with the file and the JSON path of the first fault.
+        """
+        return load(path, cls.NOUN, cls.from_json)
 
 
 def check_writable(path: Path) -> None:

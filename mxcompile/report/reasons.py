@@ -55,16 +55,9 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
         raise OptionError(f"{pattern!r} is not a regular expression: {error}") from None
     if not rows:
         raise OptionError(_no_match_message(pattern, tuple(dict.fromkeys(gemm.name for gemm in gemms))))
+    fields = ("role", "precision", "reason", "evidence", "nearest")
     return tuple(
-        Reasons(
-            name=row.name,
-            names=row.names,
-            role=row.gemms[0].role,
-            precision=row.gemms[0].precision,
-            reason=row.gemms[0].reason,
-            evidence=row.gemms[0].evidence,
-            nearest=row.gemms[0].nearest,
-        )
+        Reasons(name=row.name, names=row.names, **{field: getattr(row.gemms[0], field) for field in fields})
         for row in rows
     )
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mxcompile.report.data.fold import grouped
 from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, Part
 from mxcompile.report.files import is_mine, of_rank
 from mxcompile.report.merge import latest
@@ -102,10 +103,7 @@ class Registry:
             return self._ledgers.setdefault(key, fresh)
 
     def plan(self, model: nn.Module, group: str, gemms: Sequence[GemmRecord], note: str = "") -> None:
-        """Stores the planned GEMMs of `model`, which reports show before they are compiled.
-
-        group: key of the compile options. note: a warning for the report.
-        """
+        """Stores the planned GEMMs of `model`, which reports show before they are compiled, and a warning."""
         with self._lock:
             self._plans[_reference(model), group] = tuple(gemms), note
             self._rewrite(self._same(group, model=model))
@@ -117,10 +115,7 @@ class Registry:
             self._rewrite(self._same(group, model=model, frame=frame))
 
     def parts(self, group: str, *, model: nn.Module | None = None, frame: object = None) -> list[Part]:
-        """Returns the compiled parts of `model` or, if that is None, of the code `frame`.
-
-        group: key of the compile options.
-        """
+        """Returns the compiled parts of `model` or, if that is None, of the code `frame`."""
         with self._lock:
             return [part for ledger in self._same(group, model=model, frame=frame) for part in ledger.parts]
 
@@ -184,9 +179,7 @@ class Registry:
 
         Blocks that were compiled one by one have names of the whole model, so they stay together.
         """
-        models: dict[object, list[Ledger]] = {}
-        for ledger in ledgers:
-            models.setdefault(ledger.model, []).append(ledger)
+        models = grouped(ledgers, lambda ledger: ledger.model)
         if len(models) == 1:
             return [*ledgers]
         kept, names = set[object](), set[str]()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mxcompile.errors import OptionError
 from mxcompile.report import files
@@ -13,18 +12,22 @@ from mxcompile.report.data import schema
 from mxcompile.report.data.outline import Outline
 from mxcompile.report.data.record import SCHEMA, GemmRecord, Part, ReportData, Summary, flop_share
 from mxcompile.report.diff import Difference, compare
-from mxcompile.report.forms import FORMS, framed, to_json
+from mxcompile.report.forms import FORMS, to_json
 from mxcompile.report.forms.text import headline, to_text
 from mxcompile.report.merge import figures_of, merge, of_twins, outside, together, with_plan
 from mxcompile.report.reasons import Reasons, reasons
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report(ReportData):
+class Report(ReportData, files.LoadedDocument):
     """One record per GEMM and attention product of a model, and a summary.
 
-    ``str(report)`` is the text form with equal layers folded. `save` writes a file in the form of its suffix.
+    ``str(report)`` is the text form with equal layers folded. `save` writes a file in the form of its suffix:
+    ``.txt``, ``.md``, ``.json`` or ``.html``.
     """
+
+    NOUN = "report"
+    FORMS = FORMS
 
     @classmethod
     def from_parts(
@@ -91,36 +94,19 @@ class Report(ReportData):
         """Returns one line, for lists of reports and prompts."""
         return f"<{headline(self)}>"
 
-    def _repr_html_(self) -> str:
-        """Returns the HTML page in a frame, for notebooks."""
-        return framed(FORMS[".html"](self))
-
     def to_json(self) -> str:
         """Returns the report as JSON, with kind and schema version. `from_json` reads it."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Returns the report that `to_json` wrote as `text`.
-
-        Raises:
-            OptionError: with the JSON path of the first fault.
-        """
+        """Returns the report that `to_json` wrote. Raises `OptionError` with the JSON path of a fault."""
         report = schema.read(cls, schema.opened(text, "report", SCHEMA))
         for number, outline in enumerate(report.graph):
             fault = outline.fault()
             if fault:
                 raise OptionError(f"$.graph[{number}]{fault}")
         return report
-
-    @classmethod
-    def load(cls, path: str | Path) -> Report:
-        """Returns the report in the JSON file `path`.
-
-        Raises:
-            OptionError: with the file and the JSON path of the first fault.
-        """
-        return files.load(path, "report", cls.from_json)
 
     def why(self, layer: str = "*") -> tuple[Reasons, ...]:
         """Returns the evidence for the roles of layers, with equal layers folded.
@@ -136,19 +122,3 @@ class Report(ReportData):
     def since(self, old: ReportData) -> Difference:
         """Returns the changes from the report `old` to this report."""
         return compare(old, self)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the report to `path` atomically.
-
-        Args:
-            path: file whose suffix selects the form: ``.txt``, ``.md``, ``.json`` or ``.html``.
-
-        Raises:
-            OptionError: if the suffix is unknown or the file cannot be written.
-        """
-        files.save(path, form_of(path)(self), "report")
-
-
-def form_of(path: str | Path) -> Callable[[ReportData], str]:
-    """Returns the renderer for the suffix of `path`. Raises `OptionError` for other suffixes."""
-    return files.form_of(path, FORMS, "report")

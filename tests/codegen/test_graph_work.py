@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from mxcompile import ops
-from mxcompile.analysis.explain.tracer import Explainer
+from mxcompile.analysis.explain.explainer import Explainer
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.options import Options
 from mxcompile.lowering.targets import TARGETS

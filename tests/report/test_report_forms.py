@@ -14,7 +14,7 @@ from made_reports import DY, W, X, kept, record, report, training, whole_report
 from markdown_it import MarkdownIt
 
 from mxcompile.errors import OptionError
-from mxcompile.report import FORMS, GemmRecord, Part, Report, form_of
+from mxcompile.report import FORMS, GemmRecord, Part, Report
 from mxcompile.report.forms.html import to_html
 from mxcompile.report.forms.text import to_markdown
 
@@ -168,7 +168,7 @@ def tables(markdown: str) -> list[list[list[str]]]:
 
 
 def markdown(subject: Report) -> str:
-    return form_of("report.md")(subject)
+    return Report.form_of("report.md")(subject)
 
 
 def test_markdown_is_github_tables_of_whole_cells():

@@ -14,8 +14,9 @@ from typing import TypeVar
 from mxcompile.analysis.audit.measure import Audit
 from mxcompile.analysis.audit.text import decibels, percent
 from mxcompile.report import GemmNumerics, TensorNumerics
+from mxcompile.report.data.fold import grouped
 from mxcompile.report.diff import Difference, compare
-from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.tables import Table, markdown_page, page
 
 LEAST_DB = 0.5
 LEAST_UNDERFLOW = 0.001
@@ -54,18 +55,11 @@ class AuditDifference:
         return max((change.worse for change in self.moved if change.unit), default=0.0)
 
     def __str__(self) -> str:
-        parts = [str(self.report), "\n".join(wrapped(self._sentences()))]
-        if self.moved:
-            parts.append(drawn(fitted(self._table(), ("layer",))))
-        return "\n\n".join(parts)
+        return f"{self.report}\n\n{page(self._sentences(), (self._table(), ('layer',)))}"
 
     def to_markdown(self) -> str:
         """Returns the changes as Markdown, for a pull request."""
-        headline, *facts = self._sentences()
-        parts = [self.report.to_markdown().rstrip(), f"### {markdown(headline)}", bullets(facts)]
-        if self.moved:
-            parts.append(markdown_table(self._table()))
-        return "\n\n".join(part for part in parts if part) + "\n"
+        return f"{self.report.to_markdown()}\n{markdown_page(self._sentences(), self._table())}"
 
     def _sentences(self) -> list[str]:
         worse = sum(change.worse > 0 for change in self.moved)
@@ -116,9 +110,7 @@ def _moved(
     unit: str,
 ) -> Iterator[Moved]:
     """Yields the larger changes of `value`, an SQNR if `unit` is "dB", between items of equal `key`."""
-    waiting: dict[tuple[str, str], list[_Measured]] = {}
-    for item in old:
-        waiting.setdefault(key(item), []).append(item)
+    waiting = grouped(old, key)
     for item in new:
         name, what = key(item)
         same = waiting.get((name, what))

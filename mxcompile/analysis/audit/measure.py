@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from tqdm import tqdm
@@ -21,18 +21,17 @@ from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
 from mxcompile.report import Numerics, Report, files
 from mxcompile.report.data import schema
-from mxcompile.report.forms import framed
 
 SCHEMA = 1
 """Version of the JSON form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Audit:
+class Audit(files.LoadedDocument):
     """The report of a model, and the measured errors.
 
     ``str(audit)`` is a summary and the worst GEMMs and tensors, at most 120 columns wide. `save` writes all
-    figures in the form of the file's suffix.
+    figures in the form of the file's suffix: ``.txt``, ``.md``, ``.json`` or ``.html``.
 
     Attributes:
         report: report of the passes.
@@ -42,16 +41,20 @@ class Audit:
     report: Report
     numerics: Numerics
 
+    NOUN = "audit"
+    FORMS: ClassVar[Mapping[str, Callable[[Any], str]]] = {
+        ".txt": lambda audit: f"{to_text(audit.numerics)}\n\n{audit.report}\n",
+        ".md": lambda audit: to_markdown(audit.numerics),
+        ".json": lambda audit: audit.to_json(),
+        ".html": lambda audit: _html(audit),
+    }
+
     def __str__(self) -> str:
         return to_text(self.numerics, rows=20)
 
     def __repr__(self) -> str:
         """Returns one line, for lists of audits and prompts."""
         return f"<{headline(self.numerics)}>"
-
-    def _repr_html_(self) -> str:
-        """Returns the HTML page in a frame, for notebooks."""
-        return framed(_html(self))
 
     def with_note(self, note: str) -> Audit:
         """Returns a copy with `note` as the first note."""
@@ -77,37 +80,13 @@ class Audit:
 
     @classmethod
     def from_json(cls, text: str) -> Audit:
-        """Returns the audit that `to_json` wrote as `text`.
-
-        Raises:
-            OptionError: with the JSON path of the first fault.
-        """
+        """Returns the audit that `to_json` wrote. Raises `OptionError` with the JSON path of a fault."""
         data = schema.opened(text, "audit", SCHEMA)
         for key in ("report", "numerics"):
             if key not in data:
                 raise OptionError(f"$: key {key!r} is missing")
         report = Report.from_json(json.dumps(data["report"]))
         return cls(report=report, numerics=Numerics.from_dict(data["numerics"]))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Audit:
-        """Returns the audit in the JSON file `path`.
-
-        Raises:
-            OptionError: with the file and the JSON path of the first fault.
-        """
-        return files.load(path, "audit", cls.from_json)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the audit to `path` atomically.
-
-        Args:
-            path: file whose suffix selects the form: ``.txt``, ``.md``, ``.json`` or ``.html``.
-
-        Raises:
-            OptionError: if the suffix is unknown or the file cannot be written.
-        """
-        files.save(path, form_of(path)(self), "audit")
 
     def plot(self, folder: str | Path) -> list[Path]:
         """Draws gemms.png, tensors.png and scales.png into `folder` with matplotlib.
@@ -127,20 +106,6 @@ def _html(audit: Audit) -> str:
     from mxcompile.report.forms.html import to_html
 
     return to_html(audit.report, audit.numerics)
-
-
-FORMS: dict[str, Callable[[Audit], str]] = {
-    ".txt": lambda audit: f"{to_text(audit.numerics)}\n\n{audit.report}\n",
-    ".md": lambda audit: to_markdown(audit.numerics),
-    ".json": Audit.to_json,
-    ".html": _html,
-}
-"""Functions that render an audit, by file suffix."""
-
-
-def form_of(path: str | Path) -> Callable[[Audit], str]:
-    """Returns the renderer for the suffix of `path`. Raises `OptionError` for other suffixes."""
-    return files.form_of(path, FORMS, "audit")
 
 
 def audit(

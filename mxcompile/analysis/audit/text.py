@@ -11,16 +11,7 @@ from collections.abc import Callable, Sequence
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
 from mxcompile.report.data.numerics import Group, by_block, by_role
-from mxcompile.report.forms.tables import (
-    NAMES,
-    Table,
-    bullets,
-    drawn,
-    fitted,
-    markdown,
-    markdown_table,
-    wrapped,
-)
+from mxcompile.report.forms.tables import NAMES, Table, markdown, markdown_page, markdown_table, page, section
 
 _TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "error", "to 0", "lost", "cut", "2^"]
 
@@ -34,21 +25,14 @@ _PARAMETER_TITLE = "Gradients of parameters against the unquantized model's, by 
 
 def to_text(numerics: Numerics, rows: int | None = None) -> str:
     """Returns `numerics` as text for a terminal. rows: limit of rows per table."""
-    lines = wrapped(_facts(numerics))
-    for title, (headers, *body) in _tables(numerics):
-        lines += ["", *wrapped([title]), "", drawn(fitted([headers, *body[:rows]], ("layer",)))]
-        if rows is not None and len(body) > rows:
-            lines.append(f"… and {len(body) - rows} with less harm")
-    return "\n".join(lines)
+    sections = (section(title, table, rows, "with less harm") for title, table in _tables(numerics))
+    return "\n\n".join([page(_facts(numerics)), *sections])
 
 
 def to_markdown(numerics: Numerics) -> str:
     """Returns `numerics` as Markdown for a pull request."""
-    headline, *facts = _facts(numerics)
-    parts = [f"### {markdown(headline)}", *([bullets(facts)] if facts else [])]
-    for title, table in _tables(numerics):
-        parts += [markdown(title), markdown_table(table)]
-    return "\n\n".join(parts) + "\n"
+    tables = (f"\n{markdown(title)}\n\n{markdown_table(table)}\n" for title, table in _tables(numerics))
+    return "".join([markdown_page(_facts(numerics)), *tables])
 
 
 def _by_underflow(numerics: Numerics) -> Table:
@@ -68,11 +52,9 @@ def view(numerics: Numerics, by: str) -> str:
     """Returns the table `by`, one of `VIEWS`, for a terminal. Raises `OptionError` for other words."""
     if by not in VIEWS:
         raise OptionError(not_allowed("view", by, VIEWS))
-    headers, *rows = VIEWS[by](numerics)
-    names = [header for header in headers if header in NAMES]
-    missing = f"no rows by {by}: this audit has no GEMM or cast for them"
-    table = drawn(fitted([headers, *rows], names)) if rows else missing
-    return "\n".join([*wrapped(_facts(numerics)), "", table])
+    table = VIEWS[by](numerics)
+    text = page(_facts(numerics), (table, [header for header in table[0] if header in NAMES]))
+    return text if table[1:] else f"{text}\n\nno rows by {by}: this audit has no GEMM or cast for them"
 
 
 def headline(numerics: Numerics) -> str:
@@ -104,7 +86,6 @@ def _facts(numerics: Numerics) -> list[str]:
 
 
 def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
-    """Returns titles and tables, headers first."""
     title, gemms = _GEMM_TITLE, [["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]]
     for gemm in numerics.worst_gemms():
         batch = f"{gemm.batch}·" if gemm.batch > 1 else ""
@@ -166,9 +147,7 @@ def _groups(by: str, groups: Sequence[Group]) -> Table:
         ]
         for group in groups
     ]
-    return (
-        [[by, "GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""], *rows] if rows else [[by]]
-    )
+    return [[by, "GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""], *rows]
 
 
 def _named(name: str, others: int, calls: int) -> str:

@@ -22,7 +22,7 @@ from mxcompile.analysis.audit.text import percent
 from mxcompile.analysis.study.policy_file import MeasuredPolicy
 from mxcompile.analysis.study.session import Outcome
 from mxcompile.report import GemmRecord
-from mxcompile.report.data.fold import spelled
+from mxcompile.report.data.fold import grouped, spelled
 from mxcompile.report.forms.tables import Table
 from mxcompile.report.forms.words import count
 
@@ -215,9 +215,7 @@ class Blamed(MeasuredPolicy, Findings):
         measures = [measure for measure in measures if getattr(self.whole, measure) is not None]
         left_out = any(part.left_out for part in self.parts)
         everything = BlamedPart(layers=(), gemms=("all",), alone=self.whole)
-        of_layers: dict[tuple[str, ...], list[BlamedPart]] = {}
-        for part in self.gemms:
-            of_layers.setdefault(part.layers, []).append(part)
+        of_layers = grouped(self.gemms, lambda part: part.layers)
         rows = [("(all)", everything), *(("(all)", kind) for kind in self.kinds)]
         for part in self.parts:
             name = spelled(part.layers) or "(root)"

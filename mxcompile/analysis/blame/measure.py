@@ -16,9 +16,6 @@ from mxcompile.errors import ModelError, OptionError, not_allowed
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
 
-MAX_RUNS = 64
-REMOVE = 0.5
-
 
 def blame(
     model: nn.Module,
@@ -26,8 +23,8 @@ def blame(
     policy: Policy | str | dict[str, Any] | None = None,
     against: Policy | str | dict[str, Any] = "bf16",
     of: str | None = None,
-    remove: float = REMOVE,
-    max_runs: int = MAX_RUNS,
+    remove: float = 0.5,
+    max_runs: int = 64,
     repeats: int | None = None,
     loss_fn: LossFunction | None = None,
     announce: Callable[[str], object] | None = None,
@@ -117,15 +114,7 @@ def blame(
 
 
 def _measure(wanted: str | None, effect: Effect) -> str:
-    """Returns the measure of the difference.
-
-    Args:
-        wanted: measure, None for gradients where this run has them, else the output, else the loss.
-        effect: effect of the reference on itself; a measure that this run does not have is None.
-
-    Raises:
-        ModelError: this run does not have the measure `wanted`.
-    """
+    """Returns `wanted`, or the first of gradients, output and loss in `effect`. Raises `ModelError`."""
     present = [name for name in MEASURES if getattr(effect, name) is not None]
     measure = wanted or next((name for name in ("gradients", "output", "loss") if name in present), "output")
     if measure not in present:

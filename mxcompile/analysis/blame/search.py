@@ -133,7 +133,6 @@ class _Step:
         return self.runs > 0 or self._trials.knows(keys)
 
     def effect(self, keys: Keys, description: str) -> Effect:
-        """Returns the effect of `keys`."""
         self.runs -= not self._trials.knows(keys)
         return self._trials.effect(keys, description)
 

@@ -18,8 +18,6 @@ from mxcompile.policy import Gemm, Policy
 from mxcompile.policy.model import Saved
 from mxcompile.report.data.fold import spelled
 
-LABEL = "policy without the worst"
-
 
 class BlameTrials:
     """Runs with some GEMMs as in `policy`, which `study` runs, and the others as in `against`.
@@ -88,7 +86,8 @@ class BlameTrials:
             if (name, gemm) in keys:
                 by_layer.setdefault(name, []).append(gemm)
         candidates = [Candidate.start(self._policy), Candidate(word="reference", policy=self._against)]
-        mixes = Mixes(start=self._policy, layers=self.study.layers, candidates=candidates, label=LABEL)
+        label = "policy without the worst"
+        mixes = Mixes(start=self._policy, layers=self.study.layers, candidates=candidates, label=label)
         mix = {}
         for name, kept in by_layer.items():
             cast = {gemm for layer, gemm in self.study.quantized if layer == name}

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from mxcompile.analysis.explain.explainer import options_for
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
 from mxcompile.analysis.explain.sweep import advised
-from mxcompile.analysis.explain.tracer import options_for
 from mxcompile.compiler.rehearsal import apart, some_or_all
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import MXCompileError, OptionError

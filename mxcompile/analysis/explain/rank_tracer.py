@@ -5,7 +5,6 @@ It collects the collectives, the work and the liveness of every graph.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,21 +13,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from mxcompile.analysis.explain.tracer import Explainer
+from mxcompile.analysis.explain.explainer import Explainer
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.session import no_plan, planned
 from mxcompile.errors import ModelError
-from mxcompile.mesh.collectives import (
-    Axes,
-    Collective,
-    backward,
-    of_graph,
-    of_groups,
-    of_partial_gradients,
-    partial_parameters,
-    result_bytes,
-)
+from mxcompile.mesh import collectives
+from mxcompile.mesh.collectives import Axes, Collective
 from mxcompile.mesh.liveness import GraphLiveness, live
 from mxcompile.mesh.memory import Memory, memory
 from mxcompile.mesh.pipeline import rank_memory
@@ -85,8 +76,10 @@ class RankTracer(Explainer):
 
     def _record_capture(self, capture: Capture, forward: fx.Graph, backward: fx.Graph | None = None) -> None:
         sides = {FORWARD: forward} if backward is None else {FORWARD: forward, BACKWARD: backward}
-        sent = (of_graph(graph, self._axes, phase, self.repeats.others) for phase, graph in sides.items())
-        self._sent[id(capture)] = capture, tuple(itertools.chain.from_iterable(sent))
+        sent: list[Collective] = []
+        for phase, graph in sides.items():
+            sent += collectives.of_graph(graph, self._axes, phase, self.repeats.others)
+        self._sent[id(capture)] = capture, tuple(sent)
         stages = self._layers.values() if self.target.peak is not None else ()
         self._works[id(capture)] = {
             phase: tuple(+works(graph, self.target, layers) for layers in stages)
@@ -118,14 +111,14 @@ class RankTracer(Explainer):
         """Runs forward, and backward when training, which shows the partial gradients."""
         output = super().call(args, kwargs)
         if self.training:
-            self._results = result_bytes(output)
+            self._results = collectives.result_bytes(output)
             with self.mode, self.mode.outside.paused():
-                backward(output)
+                collectives.backward(output)
         return output
 
     def collectives(self) -> Iterator[Collective]:
         """Yields the collectives of every call of a graph, and of partial gradients that FSDP2 reduces."""
-        for reduction in of_partial_gradients(self.model, self._axes):
+        for reduction in collectives.of_partial_gradients(self.model, self._axes):
             for path in (reduction.name, *self.repeats.others(reduction.name)):
                 if path in self._gathered:
                     yield replace(reduction, name=path)
@@ -157,16 +150,17 @@ class RankTracer(Explainer):
         stages = self.stages
         stage_ids = (0,) if stages is None else stages.schedule.of_rank(rank)
         groups = self._groups if stages is None else stages.groups(self._groups, rank)
-        sends = [] if stages is None else list(stages.sends(rank, self._axes.stride(PIPELINE), self.training))
-        last, waits = stages is None or stages.schedule.stages - 1 in stage_ids, None
+        last, sends, waits = True, list[Collective](), None
         if stages is not None:
-            send = next(iter(stages.sends(0, self._axes.stride(PIPELINE), self.training)))
+            last, stride = stages.schedule.stages - 1 in stage_ids, self._axes.strides[PIPELINE]
+            sends += stages.sends(rank, stride, self.training)
+            send = next(stages.sends(0, stride, self.training))
             waits = Waits(schedule=stages.schedule, rank=rank, stages=self._stage_works, send=send)
         return RankWork(
             policy=self.options.policy.label,
             works={phase: sum((self._work(i, phase) for i in stage_ids), Works()) for phase in PHASES},
             collectives=(
-                *of_groups(groups, self._axes, training=self.training),
+                *collectives.of_groups(groups, self._axes, training=self.training),
                 *(activation for stage in stage_ids for activation in self._activations(stage)),
                 *sends,
             ),
@@ -204,7 +198,7 @@ class RankTracer(Explainer):
 
     def unreduced(self) -> Iterator[str]:
         """Yields a warning about partial gradients that FSDP2 does not reduce."""
-        paths = [path for path, _ in partial_parameters(self.model) if path not in self._gathered]
+        paths = [path for path, _ in collectives.partial_parameters(self.model) if path not in self._gathered]
         if paths:
             yield (
                 f"gradients of {spelled(paths)} are partial sums on each rank, which backward does not"

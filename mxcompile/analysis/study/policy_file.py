@@ -13,7 +13,7 @@ import yaml
 
 from mxcompile.policy import Policy
 from mxcompile.report.files import save
-from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
+from mxcompile.report.forms.tables import Table, page
 
 _WIDTH = 110
 
@@ -34,12 +34,9 @@ class MeasuredPolicy(ABC):
         return dataclasses.replace(self, notes=(note, *self.notes))
 
     def __str__(self) -> str:
-        lines = wrapped([*self._facts(), *(f"note: {note}" for note in self.notes)])
-        headers, *rows = self._table()
-        if rows:
-            flexible = [header for header in ("layer", "in") if header in headers]
-            lines += ["", drawn(fitted([headers, *rows], flexible))]
-        return "\n".join(lines)
+        table = self._table()
+        flexible = [header for header in ("layer", "in") if header in table[0]]
+        return page([*self._facts(), *(f"note: {note}" for note in self.notes)], (table, flexible))
 
     def to_yaml(self) -> str:
         """Returns the policy as YAML with the findings as comments. `Policy.load` reads it."""

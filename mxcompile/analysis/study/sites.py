@@ -9,7 +9,6 @@ computation does not change. `analysis/study/interpreter.py` runs the marked gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,22 +78,11 @@ class Sites:
     casts: list[CastSite] = field(default_factory=list)
 
 
-def observed(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    extra: Tensor | None,
-    out_dtype: Any,
-    tensors: Sequence[Tensor] | None,
-    lhs: Tensor | None,
-    rhs: Tensor | None,
-    site: int,
-) -> Tensor:
+def observed(*args: Any) -> Tensor:
     """Represents a GEMM in a marked graph. Only the interpreter can run it.
 
-    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype, tensors: arguments of one of `ops.PRODUCTS`.
-    lhs, rhs: the operands before their casts, None if they have no cast.
+    args: arguments of one of `ops.PRODUCTS`, both operands before their casts, and the index of the site. An
+    operand without a cast is None.
     """
     raise AssertionError("a marked graph was run without its interpreter")
 

@@ -56,7 +56,6 @@ def _accessors() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
 
 
 def _equal(state: Any, other: Any) -> bool:
-    """Whether two states of one generator are equal."""
     pairs = zip(tree_leaves(state), tree_leaves(other), strict=True)
     return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in pairs)
 

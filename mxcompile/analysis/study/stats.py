@@ -17,6 +17,7 @@ from mxcompile.formats import Format, Tile
 from mxcompile.formats.encoding import decode_tensors, element_values, outer_amax, scale_factors
 from mxcompile.ops import grouped_product
 from mxcompile.ops.watch import losses, scale_histogram
+from mxcompile.report.data.fold import grouped
 from mxcompile.report.data.numerics import lowest
 from mxcompile.storage.cast import pieces
 
@@ -159,7 +160,5 @@ def _as_batch(matrices: Tensor) -> Tensor:
 
 def lowest_by(pairs: Iterable[tuple[_T, float]]) -> dict[_T, float]:
     """Returns the lowest value of every key, in the order of their first values; nan if any value is nan."""
-    values: dict[_T, list[float]] = {}
-    for key, value in pairs:
-        values.setdefault(key, []).append(value)
-    return {key: lowest(group) for key, group in values.items()}
+    by_key = grouped(pairs, lambda pair: pair[0])
+    return {key: lowest(value for _, value in group) for key, group in by_key.items()}

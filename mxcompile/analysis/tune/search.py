@@ -36,7 +36,7 @@ from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.offline.record_work import estimate, operand_bytes
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import GemmRecord, Report
-from mxcompile.report.data.fold import spelled
+from mxcompile.report.data.fold import grouped, spelled
 from mxcompile.report.data.numerics import lowest
 from mxcompile.report.forms.words import count
 
@@ -318,7 +318,6 @@ class _Search:
         return max(moves, key=worth, default=None)
 
     def _more(self, layer: str, cheap: Option, dear: Option) -> Cost:
-        """Returns the cost of the option `dear` minus the cost of `cheap`."""
         (us, size), (less, fewer) = self._costs(layer, dear), self._costs(layer, cheap)
         return us - less, size - fewer
 
@@ -361,14 +360,15 @@ class _Search:
             )
 
     def _comments(self, mix: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
-        """Yields a comment for every rule, in order."""
         by_name = {layer.name: layer for layer in chosen}
         for names in self._mixes.uses(mix).values():
             layers = [by_name[name] for name in names]
             values = [layer.sqnr_db for layer in layers if layer.sqnr_db is not None]
             measured = f", lowest SQNR {decibels(lowest(values))} dB" if values else ""
-            by_reason: dict[str, list[str]] = {}
-            for layer in layers:
-                by_reason.setdefault(layer.reason, []).append(layer.name)
-            reasons = "; ".join(f"{spelled(same)}: {reason}" for reason, same in by_reason.items() if reason)
+            by_reason = grouped(layers, lambda layer: layer.reason)
+            reasons = "; ".join(
+                f"{spelled(layer.name for layer in same)}: {reason}"
+                for reason, same in by_reason.items()
+                if reason
+            )
             yield f"{layers[0].use}: {count(len(layers), 'layer')}{measured}. {reasons}".strip()

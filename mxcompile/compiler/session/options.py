@@ -13,7 +13,7 @@ from torch import nn
 from mxcompile.errors import OptionError, check_word, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
-from mxcompile.report import Ledger, form_of
+from mxcompile.report import Ledger, Report
 from mxcompile.report.files import RANK, check_writable
 from mxcompile.watch import Watch, resolve
 
@@ -113,7 +113,7 @@ def _report(value: Any) -> Path | None:
         return None
     if not isinstance(value, str | Path):
         raise OptionError(f"option 'report' must be a file path, found {value!r}")
-    form_of(value)
+    Report.form_of(value)
     for word in _PLACEHOLDER.findall(str(value)):
         if word != RANK:
             raise OptionError(f"report {str(value)!r}: {not_allowed('placeholder', word, (RANK,))}")

@@ -8,11 +8,14 @@ A folded name stands for exactly the layers that it spells out: ``0.experts.0`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mxcompile.report.data.record import GemmRecord
 
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 _Step = str | frozenset[int]
 _Path = tuple[_Step, ...]
 _Group = tuple[_Path, list[int]]
@@ -33,12 +36,17 @@ class Row:
         return len(self.names)
 
 
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Returns `items` in lists of equal `key`, by key, in the order of the first items."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def fold(gemms: Iterable[GemmRecord]) -> list[Row]:
     """Returns `gemms` as rows of equal layers, in the order of the first GEMM of each row."""
-    layers: dict[tuple[object, ...], list[GemmRecord]] = {}
-    for gemm in gemms:
-        layers.setdefault((gemm.graph, gemm.name, gemm.role, gemm.source), []).append(gemm)
-    ordered = list(layers.values())
+    ordered = [*grouped(gemms, lambda gemm: (gemm.graph, gemm.name, gemm.role, gemm.source)).values()]
     features = [
         tuple(
             (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason)

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mxcompile.report.data import schema
+from mxcompile.report.data.fold import grouped
 from mxcompile.report.data.outline import inner_block
 from mxcompile.report.data.schema import Measure
 
@@ -285,17 +285,12 @@ def by_block(numerics: Numerics) -> list[Group]:
 
 
 def _grouped(numerics: Numerics, key: Callable[[GemmNumerics | TensorNumerics], str]) -> list[Group]:
-    gemms: defaultdict[str, list[GemmNumerics]] = defaultdict(list)
-    tensors: defaultdict[str, list[TensorNumerics]] = defaultdict(list)
-    for gemm in numerics.gemms:
-        gemms[key(gemm)].append(gemm)
-    for tensor in numerics.tensors:
-        tensors[key(tensor)].append(tensor)
+    tensors = grouped(numerics.tensors, key)
     total, groups = sum(gemm.flops for gemm in numerics.gemms) or 1, []
-    for name, members in gemms.items():
+    for name, members in grouped(numerics.gemms, key).items():
         flops = sum(gemm.flops for gemm in members)
-        read = sum(tensor.flops for tensor in tensors[name])
-        lost = sum(tensor.flops * tensor.underflow for tensor in tensors[name])
+        read = sum(tensor.flops for tensor in tensors.get(name, ()))
+        lost = sum(tensor.flops * tensor.underflow for tensor in tensors.get(name, ()))
         groups.append(
             Group(
                 name=name,

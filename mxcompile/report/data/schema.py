@@ -13,9 +13,9 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from mxcompile.errors import OptionError, nearest, shown
 from mxcompile.formats import PRECISIONS, ElemRounding, precisions
@@ -54,11 +54,7 @@ _SCHEMA_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number",
 
 
 def opened(text: str, kind: str, version: int) -> dict[str, Any]:
-    """Returns the data of `text` without the keys ``kind`` and ``schema``.
-
-    kind: expected kind, "report" or "audit". version: expected version. Raises `OptionError` if either
-    differs.
-    """
+    """Returns the data of `text` without its kind and version. Raises `OptionError` if either differs."""
     data = parse(text)
     if not isinstance(data, dict) or "schema" not in data:
         raise OptionError(f"$: not an mxcompile {kind}: no key 'schema'")
@@ -116,34 +112,35 @@ def _not_json(word: str) -> Any:
 def read(owner: type[_T], data: Any, path: str = "$") -> _T:
     """Returns a dataclass `owner` with the parsed JSON `data`. Raises `OptionError` at the first fault.
 
-    path: JSON path of `data` in its file, a prefix of the path in the error.
+    path: JSON path of `data` in its file, for the error.
     """
-    try:
-        result: _T = _read_object(owner, data)
-        return result
-    except _FaultError as fault:
-        raise OptionError(f"{path}{fault.where}: {fault}") from None
+    if not isinstance(data, Mapping):
+        raise OptionError(f"{path}: expected an object, found {_kind(data)}")
+    fields = _fields(typing.cast("Any", owner))  # mypy: a type variable is not hashable
+    values = {
+        key: _value(fields[key].hint, fields[key].choices, value, f"{path}.{key}")
+        for key, value in data.items()
+        if key in fields
+    }
+    for name, field in fields.items():
+        if field.required and name not in data:
+            raise OptionError(f"{path}: key {name!r} is missing")
+    return owner(**values)
 
 
-class _FaultError(Exception):
-    """A fault in the data. While it propagates, each reader prepends its step of the JSON path."""
+class _Field(NamedTuple):
+    """Type and allowed values of a field of a dataclass, and whether a file must have it."""
 
-    where = ""
-
-    def inside(self, step: str) -> _FaultError:
-        self.where = step + self.where
-        return self
-
-
-_Reader = Callable[[Any], Any]
+    hint: Any
+    choices: tuple[str, ...] | None
+    required: bool
 
 
 @functools.cache
-def _fields(owner: Any) -> dict[str, tuple[Any, tuple[str, ...] | None, bool]]:
-    """Returns type and allowed values of every field of the dataclass `owner`, and whether it is required."""
+def _fields(owner: Any) -> dict[str, _Field]:
     hints = typing.get_type_hints(owner, include_extras=True)
     return {
-        field.name: (
+        field.name: _Field(
             hints[field.name],
             CHOICES.get((owner.__name__, field.name)),
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
@@ -152,73 +149,37 @@ def _fields(owner: Any) -> dict[str, tuple[Any, tuple[str, ...] | None, bool]]:
     }
 
 
-@functools.cache
-def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
-    """Returns a function that checks and converts a value of type `hint`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in _OPTIONAL:
-        inner = _reader(arguments[0], choices)
-        return lambda data: None if data is None else inner(data)
-    if origin is tuple:
-        if arguments[-1] is Ellipsis:
-            return functools.partial(_read_items, _reader(arguments[0], None))
-        return functools.partial(_read_items, [_reader(argument, None) for argument in arguments])
-    if dataclasses.is_dataclass(hint):
-        return functools.partial(_read_object, hint)
+def _value(hint: Any, choices: tuple[str, ...] | None, data: Any, path: str) -> Any:
+    """Returns `data`, which is at `path`, as a value of type `hint`. Raises `OptionError`."""
+    if hint in _WORDS:
+        return _scalar(hint, choices, data, path)
     if hint == Measure:
-        return _read_measure
-    return functools.partial(_read_scalar, hint, choices)
-
-
-def _read_object(owner: Any, data: Any) -> Any:
-    if not isinstance(data, Mapping):
-        raise _FaultError(f"expected an object, found {_kind(data)}")
-    fields, values = _fields(owner), {}
-    for key, value in data.items():
-        if key not in fields:
-            continue
-        hint, choices, _ = fields[key]
-        try:
-            values[key] = _reader(hint, choices)(value)
-        except _FaultError as fault:
-            raise fault.inside(f".{key}") from None
-    for name, (*_, required) in fields.items():
-        if required and name not in data:
-            raise _FaultError(f"key {name!r} is missing")
-    return owner(**values)
-
-
-def _read_items(readers: Sequence[_Reader] | _Reader, data: Any) -> tuple[Any, ...]:
-    """Reads an array with a reader per item, or with the same reader for all items. Returns a tuple."""
+        if type(data) not in (int, float) and data not in _NOT_FINITE:
+            raise OptionError(f"{path}: expected {_WORDS[float]}, found {_kind(data)}")
+        return float(data)
+    if dataclasses.is_dataclass(hint):
+        return read(typing.cast("type[Any]", hint), data, path)
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in _OPTIONAL:
+        return None if data is None else _value(arguments[0], choices, data, path)
     if not isinstance(data, list):
-        raise _FaultError(f"expected an array, found {_kind(data)}")
-    readers = [readers] * len(data) if callable(readers) else readers
-    if len(data) != len(readers):
-        raise _FaultError(f"expected {len(readers)} items, found {len(data)}")
-    values = []
-    for index, (read_item, item) in enumerate(zip(readers, data, strict=True)):
-        try:
-            values.append(read_item(item))
-        except _FaultError as fault:
-            raise fault.inside(f"[{index}]") from None
-    return tuple(values)
+        raise OptionError(f"{path}: expected an array, found {_kind(data)}")
+    hints = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else arguments
+    if len(data) != len(hints):
+        raise OptionError(f"{path}: expected {len(hints)} items, found {len(data)}")
+    pairs = enumerate(zip(hints, data, strict=True))
+    return tuple(_value(of_item, None, item, f"{path}[{index}]") for index, (of_item, item) in pairs)
 
 
-def _read_scalar(hint: Any, choices: tuple[str, ...] | None, data: Any) -> Any:
+def _scalar(hint: Any, choices: tuple[str, ...] | None, data: Any, path: str) -> Any:
     if type(data) is not hint and not (hint is float and type(data) is int):
-        raise _FaultError(f"expected {_WORDS[hint]}, found {_kind(data)}")
+        raise OptionError(f"{path}: expected {_WORDS[hint]}, found {_kind(data)}")
     if hint in (int, float) and not 0 <= data <= _LARGEST:
-        raise _FaultError(f"expected {_WORDS[hint]} from 0 to 2⁶³ − 1, found {shown(data)}")
+        raise OptionError(f"{path}: expected {_WORDS[hint]} from 0 to 2⁶³ − 1, found {shown(data)}")
     if choices is not None and data not in choices:
         allowed = ", ".join(choices)
-        raise _FaultError(f"unknown word {shown(data)}{nearest(data, choices)}; allowed: {allowed}")
+        raise OptionError(f"{path}: unknown word {shown(data)}{nearest(data, choices)}; allowed: {allowed}")
     return float(data) if hint is float else data
-
-
-def _read_measure(data: Any) -> float:
-    if type(data) not in (int, float) and data not in _NOT_FINITE:
-        raise _FaultError(f"expected {_WORDS[float]}, found {_kind(data)}")
-    return float(data)
 
 
 def _kind(data: Any) -> str:
@@ -229,15 +190,15 @@ def _kind(data: Any) -> str:
     return "null" if data is None else shown(data)
 
 
-def json_schema(owner: type[Any], version: int) -> dict[str, Any]:
-    """Returns the JSON Schema (draft 2020-12) of files that hold `owner`, with ``schema`` = `version`."""
+def json_schema() -> dict[str, Any]:
+    """Returns the JSON Schema (draft 2020-12) of reports."""
     definitions: dict[str, Any] = {}
-    top = _object_schema(owner, definitions)
+    top = _object_schema(ReportData, definitions)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "mxcompile report",
         **top,
-        "properties": {"schema": {"const": version}, "kind": {"const": "report"}, **top["properties"]},
+        "properties": {"schema": {"const": SCHEMA}, "kind": {"const": "report"}, **top["properties"]},
         "required": ["schema", *top["required"]],
         "$defs": dict(sorted(definitions.items())),
     }
@@ -245,18 +206,14 @@ def json_schema(owner: type[Any], version: int) -> dict[str, Any]:
 
 def publish() -> None:
     """Writes `SCHEMA_FILE`. Run it after the dataclasses change."""
-    SCHEMA_FILE.write_text(json.dumps(json_schema(ReportData, SCHEMA), indent=1) + "\n", encoding="utf-8")
+    SCHEMA_FILE.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
 
 
 def _object_schema(owner: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     fields = _fields(owner)
-    return {
-        "type": "object",
-        "properties": {
-            name: _type_schema(hint, definitions, choices) for name, (hint, choices, _) in fields.items()
-        },
-        "required": [name for name, (*_, required) in fields.items() if required],
-    }
+    properties = {name: _type_schema(f.hint, definitions, f.choices) for name, f in fields.items()}
+    required = [name for name, field in fields.items() if field.required]
+    return {"type": "object", "properties": properties, "required": required}
 
 
 def _type_schema(hint: Any, definitions: dict[str, Any], choices: tuple[str, ...] | None) -> dict[str, Any]:

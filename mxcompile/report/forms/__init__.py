@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from html import escape
 from typing import Any
 
 from mxcompile.report.data.record import SCHEMA, ReportData
@@ -34,11 +33,6 @@ def _html(report: ReportData) -> str:
     from mxcompile.report.forms.html import to_html
 
     return to_html(report)
-
-
-def framed(page: str) -> str:
-    """Returns the HTML `page` in an iframe, for notebooks."""
-    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 FORMS: dict[str, Callable[[ReportData], str]] = {

@@ -18,10 +18,10 @@ from markupsafe import Markup
 
 from mxcompile.formats import PRECISIONS, UNQUANTIZED, is_quantized, labels, precisions
 from mxcompile.policy import Role
-from mxcompile.report.data.fold import Row, fold, spelled
+from mxcompile.report.data.fold import Row, fold, grouped, spelled
 from mxcompile.report.data.numerics import Numerics, by_block, by_role
 from mxcompile.report.data.outline import PHASES
-from mxcompile.report.data.record import GemmRecord, ReportData
+from mxcompile.report.data.record import ReportData
 from mxcompile.report.forms.figures import Card, cards
 from mxcompile.report.forms.picture import picture
 from mxcompile.report.forms.text import slower, unquantized_sentences
@@ -132,9 +132,7 @@ def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[Card]:
 
 def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
     """Yields the pictures of the compiled graphs by phase, and each node with its records."""
-    records: dict[tuple[int, str], list[GemmRecord]] = {}
-    for gemm in report.gemms:
-        records.setdefault((gemm.graph, gemm.name), []).append(gemm)
+    records = grouped(report.gemms, lambda gemm: (gemm.graph, gemm.name))
     for number, outline in enumerate(report.graph[:_MOST_GRAPHS]):
         if outline.nodes:
             nodes = []

@@ -5,7 +5,7 @@
     columns   as near to the neighbours as widths and order allow
 
 An edge that spans rows gets a waypoint in each of them, which keeps space free for the line. The initial
-positions come from networkx's multipartite layout. Edges that lead back are ignored.
+order is the flow's. Edges that lead back are ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
+from mxcompile.report.data.fold import grouped
 from mxcompile.report.data.outline import Outline, OutlineNode, inner_block
 
 GAP = 22.0
@@ -41,13 +42,12 @@ class Box:
 class Layout:
     """A drawing, in px.
 
-    boxes: box of each node, by index in the outline. lines: points of each edge, from box to box. rows: row
-    of each node. width, height: size of the whole drawing.
+    boxes: box of each node, by index in the outline. lines: points of each edge, from box to box. width,
+    height: size of the whole drawing.
     """
 
     boxes: dict[int, Box]
     lines: dict[tuple[int, int], tuple[_Point, ...]]
-    rows: dict[int, int]
     width: float
     height: float
 
@@ -56,37 +56,28 @@ def lay_out(outline: Outline, chosen: Sequence[int], sizes: dict[int, tuple[floa
     """Returns the layout of the nodes `chosen` by index, at least one. sizes: widths and heights, in px."""
     edges = [(a, b) for a, b in outline.edges if a < b and a in sizes and b in sizes]
     rows = _rows(outline.nodes, chosen, edges)
-    flow, chains = _with_waypoints(chosen, edges, rows)
+    flow, chains = _with_waypoints(edges, rows)
     widths: dict[int, float] = {node: sizes[node][0] if node in sizes else 6.0 for node in flow}
     columns = _columns(flow, chains.values(), widths)
     left = min(columns[n] - widths[n] / 2 for n in flow)
     right = max(columns[n] + widths[n] / 2 for n in flow)
-    heights: defaultdict[int, float] = defaultdict(float)
-    for node, row in rows.items():
-        heights[row] = max(heights[row], sizes[node][1])
-    tops, y = {}, 0.0
-    for row in range(max(heights) + 1):
-        tops[row] = y, heights[row]
-        y += heights[row] + ROW_GAP
-    boxes = {
-        node: Box(
-            x=columns[node] - left,
-            y=tops[rows[node]][0] + tops[rows[node]][1] / 2,
-            width=sizes[node][0],
-            height=sizes[node][1],
-        )
-        for node in chosen
-    }
-    lines = {
-        (a, b): (
-            (boxes[a].x, boxes[a].y + boxes[a].height / 2),
-            *((columns[w] - left, tops[flow.nodes[w]["row"]][0] + k) for w in chain
-              for k in (0.0, tops[flow.nodes[w]["row"]][1])),
-            (boxes[b].x, boxes[b].y - boxes[b].height / 2),
-        )
-        for (a, b), chain in chains.items()
-    }  # fmt: skip
-    return Layout(boxes=boxes, lines=lines, rows=rows, width=right - left, height=y - ROW_GAP)
+    heights = [
+        max(sizes[node][1] for node in row) for _, row in sorted(grouped(chosen, rows.__getitem__).items())
+    ]
+    tops = [0.0, *itertools.accumulate(height + ROW_GAP for height in heights)]
+    boxes = {}
+    for node in chosen:
+        width, height = sizes[node]
+        y = tops[rows[node]] + heights[rows[node]] / 2
+        boxes[node] = Box(x=columns[node] - left, y=y, width=width, height=height)
+    lines: dict[tuple[int, int], tuple[_Point, ...]] = {}
+    for (a, b), chain in chains.items():
+        points = [(boxes[a].x, boxes[a].y + boxes[a].height / 2)]
+        for waypoint in chain:
+            x, row = columns[waypoint] - left, flow.nodes[waypoint]["row"]
+            points += [(x, tops[row]), (x, tops[row] + heights[row])]
+        lines[a, b] = (*points, (boxes[b].x, boxes[b].y - boxes[b].height / 2))
+    return Layout(boxes=boxes, lines=lines, width=right - left, height=tops[-1] - ROW_GAP)
 
 
 def _rows(
@@ -109,23 +100,18 @@ def _rows(
 
 
 def _with_waypoints(
-    chosen: Sequence[int], edges: Sequence[tuple[int, int]], rows: dict[int, int]
+    edges: Sequence[tuple[int, int]], rows: dict[int, int]
 ) -> tuple[nx.DiGraph[int], dict[tuple[int, int], list[int]]]:
     """Returns the graph with a waypoint in every row that an edge crosses, and the waypoints of each edge."""
     flow: nx.DiGraph[int] = nx.DiGraph()
-    for node in chosen:
-        flow.add_node(node, row=rows[node])
+    flow.add_nodes_from((node, {"row": row}) for node, row in rows.items())
     chains: dict[tuple[int, int], list[int]] = {}
-    fresh = max(chosen) + 1
+    fresh = itertools.count(max(rows) + 1)
     for a, b in edges:
-        last, chain = a, []
-        for row in range(rows[a] + 1, rows[b]):
-            flow.add_node(fresh, row=row)
-            flow.add_edge(last, fresh)
-            chain.append(fresh)
-            last, fresh = fresh, fresh + 1
-        flow.add_edge(last, b)
-        chains[a, b] = chain
+        crossed = {next(fresh): {"row": row} for row in range(rows[a] + 1, rows[b])}
+        flow.add_nodes_from(crossed.items())
+        nx.add_path(flow, [a, *crossed, b])
+        chains[a, b] = [*crossed]
     return flow, chains
 
 
@@ -133,11 +119,7 @@ def _columns(
     flow: nx.DiGraph[int], chains: Collection[Sequence[int]], widths: dict[int, float]
 ) -> dict[int, float]:
     """Returns the x of every node's centre. The last sweeps align the waypoints of each edge vertically."""
-    start = nx.multipartite_layout(flow, subset_key="row", align="horizontal")
-    by_row: defaultdict[int, list[int]] = defaultdict(list)
-    for node in flow:
-        by_row[flow.nodes[node]["row"]].append(node)
-    order = [sorted(by_row[row], key=lambda n: (start[n][0], n)) for row in sorted(by_row)]
+    order = [row for _, row in sorted(grouped(flow, lambda node: flow.nodes[node]["row"]).items())]
     x = {node: float(position) for row in order for position, node in enumerate(row)}
     for sweep in range(_SWEEPS):
         for row in order if sweep % 2 == 0 else reversed(order):

@@ -33,6 +33,27 @@ def wrapped(paragraphs: Iterable[str]) -> list[str]:
     ]
 
 
+def page(paragraphs: Iterable[str], *tables: tuple[Table, Sequence[str]]) -> str:
+    """Returns `paragraphs`, then the tables that have rows, each given with its flexible columns, as text."""
+    shown = [drawn(fitted(table, flexible)) for table, flexible in tables if len(table) > 1]
+    return "\n\n".join(["\n".join(wrapped(paragraphs)), *shown])
+
+
+def section(title: str, table: Table, most: int | None, others: str) -> str:
+    """Returns `title`, then at most `most` rows of `table` and the number of `others`, as text."""
+    shown = [table[0], *table[1:][:most]]
+    left_out = len(table) - len(shown)
+    more = [f"… and {left_out} {others}"] if left_out else []
+    return "\n".join([*wrapped([title]), "", drawn(fitted(shown, ("layer",))), *more])
+
+
+def markdown_page(paragraphs: Iterable[str], *tables: Table) -> str:
+    """Returns `paragraphs`, a heading and its list, then the tables that have rows, as Markdown."""
+    heading, *facts = paragraphs
+    shown = (markdown_table(table) for table in tables if len(table) > 1)
+    return "\n\n".join(filter(None, [f"### {markdown(heading)}", bullets(facts), *shown])) + "\n"
+
+
 def drawn(table: Table, form: str = "simple", **layout: Any) -> str:
     """Returns `table` as text. form, layout: table format and further arguments of `tabulate`."""
     return tabulate(table[1:], headers=table[0], tablefmt=form, disable_numparse=True, **layout)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import elem_named, is_quantized, labels, stored_forms, stored_precision
 from mxcompile.policy import ATTENTION_PRODUCTS, Code, Reason
-from mxcompile.report.data.fold import Row, fold
+from mxcompile.report.data.fold import Row, fold, grouped
 from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, ReportData, Summary
 from mxcompile.report.forms.figures import cards
-from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.tables import Table, markdown_page, page
 from mxcompile.report.forms.words import (
     count,
     duration,
@@ -37,30 +37,25 @@ _REASONS = 4
 def to_text(report: ReportData) -> str:
     """Returns `report` as text for a terminal."""
     rows = fold(report.gemms)
-    lines = [to_summary(report)]
-    if rows:
-        layers = fitted(_layer_table(rows), ("layer", "precision", "reason"))
-        kernels = fitted(_kernel_table(report.gemms), ("kernel", "formats"))
-        lines += ["", drawn(layers), "", drawn(kernels)]
-    return "\n".join(lines)
+    layers = _layer_table(rows), ("layer", "precision", "reason")
+    kernels = _kernel_table(report.gemms), ("kernel", "formats")
+    return page(_sentences(report, rows), layers, kernels)
 
 
 def to_summary(report: ReportData) -> str:
     """Returns the facts and warnings of `report` for a terminal, without tables."""
-    return "\n".join(wrapped([headline(report), *_sentences(report, fold(report.gemms))]))
+    return page(_sentences(report, fold(report.gemms)))
 
 
 def to_markdown(report: ReportData) -> str:
     """Returns `report` as Markdown for a pull request."""
     rows = fold(report.gemms)
-    parts = [f"### {markdown(headline(report))}", bullets(_sentences(report, rows))]
-    if rows:
-        parts += [markdown_table(table) for table in (_layer_table(rows), _kernel_table(report.gemms))]
-    return "\n\n".join(parts) + "\n"
+    return markdown_page(_sentences(report, rows), _layer_table(rows), _kernel_table(report.gemms))
 
 
 def _sentences(report: ReportData, rows: Sequence[Row]) -> list[str]:
-    return [*unquantized_sentences(report.gemms, report.summary), *facts(report.summary, rows)]
+    reasons = unquantized_sentences(report.gemms, report.summary)
+    return [headline(report), *reasons, *facts(report.summary, rows)]
 
 
 def headline(report: ReportData) -> str:
@@ -203,9 +198,7 @@ def _reason(gemm: GemmRecord) -> str:
 
 def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
     """Returns the kernels by share of FLOPs. GEMMs of one kernel and equal operand formats share a row."""
-    by_kernel: dict[tuple[str, str], list[GemmRecord]] = {}
-    for gemm in gemms:
-        by_kernel.setdefault((precision_word(gemm), gemm.kernel or "not lowered"), []).append(gemm)
+    by_kernel = grouped(gemms, lambda gemm: (precision_word(gemm), gemm.kernel or "not lowered"))
     groups: dict[tuple[str, str, str], list[GemmRecord]] = {}
     for key, members in by_kernel.items():
         forms = {form for gemm in members for form in gemm.formats}

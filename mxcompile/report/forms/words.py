@@ -8,7 +8,7 @@ from typing import Any
 
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Role
-from mxcompile.report.data.fold import Row
+from mxcompile.report.data.fold import Row, grouped
 from mxcompile.report.data.record import STORED, GemmRecord, OperandFormat
 
 
@@ -95,10 +95,8 @@ def precision_word(gemm: GemmRecord) -> str:
 
 def formats(operands: Sequence[OperandFormat]) -> str:
     """Returns the formats as text, with equal formats grouped: ``x, w: e4m3 1x32 rceil``."""
-    by_format: dict[str, list[str]] = {}
-    for form in operands:
-        by_format.setdefault(form.format, []).append(form.operand)
-    return "; ".join(f"{', '.join(names)}: {form}" for form, names in by_format.items())
+    by_format = grouped(operands, lambda form: form.format)
+    return "; ".join(f"{', '.join(f.operand for f in same)}: {form}" for form, same in by_format.items())
 
 
 def flop_count(number: float) -> str:
