@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.cli.arguments import add_model, add_output, check_output, loaded, quiet, working
+from mxcompile.errors import OptionError
 
 
 def add_to(commands: Any) -> None:
@@ -137,10 +138,13 @@ def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> 
 
 
 def _write(text: str, options: argparse.Namespace) -> None:
-    from mxcompile.report.files import save
-
     if options.output is None:
         print(text, end="")
         return
-    save(options.output, text, "policy")
+    try:
+        # a file that somebody writes during the trace stays
+        with options.output.open("w" if options.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise OptionError(f"{options.output}: cannot be written: {error.strerror}") from None
     print(f"written to {options.output}")
