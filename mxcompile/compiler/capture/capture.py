@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,9 @@ from mxcompile.report.files import rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """A graph from Dynamo.
+    """A graph from Dynamo. It refers to modules weakly, because Dynamo keeps it with the compiled code.
 
-    inputs: description of each input. root: the user's model, if known. tree: its modules and tensors.
+    inputs: description of each input. model: the user's model, if known. tree: its modules and tensors.
     prefix: path of the module around those through which the graph reads its parameters. module: path of the
     module whose code is compiled. blocks: blocks of the model. owners: Dynamo's source and the path of each
     module through which the graph reads parameters, the model itself excepted. readers: all modules on the
@@ -37,13 +38,13 @@ class Capture:
     """
 
     inputs: tuple[GraphInput, ...]
-    root: nn.Module | None
+    model: weakref.ref[nn.Module] | None
     tree: Tree
     prefix: str
     module: str
     blocks: Blocks
     owners: tuple[tuple[Any, str], ...]
-    readers: tuple[nn.Module, ...]
+    readers: tuple[weakref.ref[nn.Module], ...]
     cut: str
     stage: bool
     backward: bool
@@ -51,6 +52,11 @@ class Capture:
     gathers: Gathers
     device: torch.device
     identity: str
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The user's model, if known and not freed."""
+        return None if self.model is None else self.model()
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
@@ -83,13 +89,13 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     details = "".join(f"{part!r}\n" for part in (gathers, *_details(gm, example_inputs, about)))
     return Capture(
         inputs=located.inputs,
-        root=root,
+        model=None if root is None else weakref.ref(root),
         tree=located.tree,
         prefix=located.prefix,
         module=located.module,
         blocks=blocks,
         owners=located.owners,
-        readers=located.readers,
+        readers=tuple(map(weakref.ref, located.readers)),
         cut=cut,
         stage=STAGE in frame.parts,
         backward=frame.backward,
