@@ -11,6 +11,8 @@ For a graph that covers only a part of a model, layer roles come from the plan o
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, cast
@@ -43,6 +45,8 @@ from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
 from mxcompile.watch import Watch
+
+log = logging.getLogger(__name__)
 
 
 class Backend:
@@ -92,7 +96,7 @@ class Backend:
     ) -> None:
         named = {"policy": policy, "report": report, "target": target, "strict": strict, "inductor": inductor}
         self.options = Options.parse(mode, {**named, "watch": watch, **unknown})
-        self.root = root
+        self._root = None if root is None else weakref.ref(root)
         self.parts = parts
         if root is not None and delayed_scales.needed(self.options.policy):
             delayed_scales.expect(root)
@@ -116,7 +120,16 @@ class Backend:
         """Compiles `gm` for Dynamo. name: name of the compiled region."""
         if others:
             raise OptionError(f"torch.compile got {' and '.join(others)}: pass this to Backend(…) instead")
+        if self._root is not None and self.root is None:
+            log.warning(
+                "Backend(root=…): the model was freed, so names and roles come from the part that runs"
+            )
         return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
+
+    @property
+    def root(self) -> nn.Module | None:
+        """Model that layer names are relative to. The backend, which Dynamo keeps, lets it be freed."""
+        return None if self._root is None else self._root()
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Returns itself with the same `root`, because Lightning copies the arguments of torch.compile."""

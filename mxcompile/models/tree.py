@@ -36,7 +36,7 @@ _FUNCTIONS = FunctionType, MethodType, functools.partial
 
 
 class Tree:
-    """The modules, parameters and buffers of models, by path and by identity.
+    """The modules, parameters and buffers of models, by path and by identity. The models can be freed.
 
     roots: the models by path: "" for a single model, else the models of a function (see `models_of`).
     modules: modules by their first path; a wrapper's path gives the module inside. tensors: all paths of
@@ -44,11 +44,12 @@ class Tree:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self.modules: dict[str, nn.Module] = {}
+        self.modules = weakref.WeakValueDictionary[str, nn.Module]()
         self.tensors: set[str] = set()
         self.by_identity: defaultdict[int, list[str]] = defaultdict(list)
         self._unregistered: dict[int, str] = {}
-        self.roots = self._unread = {**roots}
+        self.roots = weakref.WeakValueDictionary(roots)
+        self._number, self._is_searched = len(roots), False
         for outer, model in roots.items():
             # a module with two paths has the first, however it is reached
             for raw, module in model.named_modules():
@@ -64,6 +65,14 @@ class Tree:
             self._search()
         return self.by_identity.get(id(value), ())
 
+    def path_of(self, module: object) -> str | None:
+        """Returns the first path of `module`, or None outside the models and after one of them was freed.
+
+        Another object may have the identity of a freed module.
+        """
+        paths = self.by_identity.get(id(module)) if len(self.roots) == self._number else None
+        return paths[0] if paths else None
+
     def unregistered_path(self, tensor: Tensor) -> str:
         """Returns the path of `tensor` if the program holds it without registering it, else ""."""
         self._search()
@@ -71,8 +80,9 @@ class Tree:
 
     def _search(self) -> None:
         """Searches the unregistered modules and tensors, once."""
-        unread, self._unread = self._unread, {}
-        pairs = ((outer, stray) for outer, root in unread.items() for stray in strays(root))
+        roots = () if self._is_searched else [*self.roots.items()]
+        self._is_searched = True
+        pairs = ((outer, stray) for outer, root in roots for stray in strays(root))
         for outer, (inside, value) in pairs:
             path = joined(outer, inside)
             if id(value) in self.by_identity:

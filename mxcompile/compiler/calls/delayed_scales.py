@@ -185,9 +185,9 @@ class DelayedScales:
         self._positions, self._outputs = tapped.positions, tapped.outputs  # not `tapped`: it holds parameters
         self._lengths = dict(lengths)
         self._trains = any(state.requires_grad for state in tapped.states)
-        self._models = [weakref.ref(model) for model in (*capture.readers, *capture.tree.roots.values())]
+        self._models = [*capture.readers, *map(weakref.ref, capture.tree.roots.values())]
         self._paths = {index: capture.inputs[self._positions[index]].path for index in lengths}
-        self._modules = weakref.WeakValueDictionary(capture.tree.modules)
+        self._modules = capture.tree.modules
         self._holders = Holders()
 
     def run(self, code: Callable[..., Any], args: Sequence[Any]) -> Any:

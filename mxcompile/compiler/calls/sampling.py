@@ -86,10 +86,10 @@ def follow(options: Options, capture: Capture) -> Options:
 
 def _with_rules_of(watch: Watch, owned: str, tree: Tree) -> Callable[[object], bool]:
     """Returns a function: whether the rules of `watch` for a module are those now in force for `owned`."""
-    paths, expected = tree.by_identity, watch.fallbacks.below(owned)
+    expected = watch.fallbacks.below(owned)
 
     def holds(module: object) -> bool:
-        return watch.fallbacks.below(next(iter(paths.get(id(module), ())), "") if owned else "") == expected
+        return watch.fallbacks.below((tree.path_of(module) or "") if owned else "") == expected
 
     return holds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,24 +41,24 @@ class Gathers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """A graph from Dynamo. `Located` describes `inputs`, `tree`, `prefix`, `module`, `owners` and `readers`.
+    """A graph from Dynamo. It refers to modules weakly, because Dynamo keeps it with the compiled code.
 
-    root: the user's model, if known. blocks: blocks of the model. cut: reason why the graph covers only a
-    part of the model, "" for the whole. stage: whether the model is a pipeline stage. backward: whether
-    compiled autograd compiles the backward of earlier graphs. planned: plan of the whole model, if `cut`.
-    gathers: bytes of FSDP2's gathers. device: device that the graph computes on, an accelerator if any input
-    is on one. identity: hash of everything that the graph's report depends on, including source lines and
-    input shapes.
+    `Located` describes `inputs`, `tree`, `prefix`, `module`, `owners` and `readers`. model: the user's model,
+    if known. blocks: blocks of the model. cut: reason why the graph covers only a part of the model, "" for
+    the whole. stage: whether the model is a pipeline stage. backward: whether compiled autograd compiles the
+    backward of earlier graphs. planned: plan of the whole model, if `cut`. gathers: bytes of FSDP2's gathers.
+    device: device that the graph computes on, an accelerator if any input is on one. identity: hash of
+    everything that the graph's report depends on, including source lines and input shapes.
     """
 
     inputs: tuple[GraphInput, ...]
-    root: nn.Module | None
+    model: weakref.ref[nn.Module] | None
     tree: Tree
     prefix: str
     module: str
     blocks: Blocks
     owners: tuple[tuple[Any, str], ...]
-    readers: tuple[nn.Module, ...]
+    readers: tuple[weakref.ref[nn.Module], ...]
     cut: str
     stage: bool
     backward: bool
@@ -65,6 +66,11 @@ class Capture:
     gathers: Gathers
     device: torch.device
     identity: str
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The user's model, if known and not freed."""
+        return None if self.model is None else self.model()
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
@@ -97,13 +103,13 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     details = "".join(f"{part!r}\n" for part in (gathers, *_details(gm, example_inputs, about)))
     return Capture(
         inputs=located.inputs,
-        root=root,
+        model=None if root is None else weakref.ref(root),
         tree=located.tree,
         prefix=located.prefix,
         module=located.module,
         blocks=blocks,
         owners=located.owners,
-        readers=located.readers,
+        readers=tuple(map(weakref.ref, located.readers)),
         cut=cut,
         stage=STAGE in frame.parts,
         backward=frame.backward,

@@ -8,7 +8,6 @@ for its module. If the policy treats all modules of the class equally, no guard 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -82,13 +81,11 @@ def _guard_module(
 
     decisions: the decisions of every module of its class, by path.
     """
-    paths, expected = capture.tree.by_identity, decisions[owned]
-    alive = [weakref.ref(root) for root in capture.tree.roots.values()]  # ids of freed modules are reused
+    tree, expected = capture.tree, decisions[owned]
 
     def holds(module: object) -> bool:
-        path = next(iter(paths.get(id(module), ())), None)
-        is_alive = all(root() is not None for root in alive)
-        return is_alive and path is not None and decisions.get(path) == expected
+        path = tree.path_of(module)
+        return path is not None and decisions.get(path) == expected
 
     add_guard(context, holds, source, f"decisions of {name_of(source)}")
 

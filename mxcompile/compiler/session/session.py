@@ -148,7 +148,6 @@ class ModelSession:
     checked: dict[str, Plan] = field(default_factory=dict)
     ran: dict[str, Plan] = field(default_factory=dict)
     read: dict[str, set[str]] = field(default_factory=dict)
-    # Places refer to the model, which is the key of `_SESSIONS`: a strong reference would keep it alive.
     places: WeakSet[Places] = field(default_factory=WeakSet)
     loads_histories: bool = False
 
