@@ -8,6 +8,7 @@ export, and decoded by the formulas of these projects.
 from __future__ import annotations
 
 import json
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import contents
 from mxcompile.cli.main import main
-from mxcompile.errors import CheckpointError
+from mxcompile.errors import CheckpointError, FormatError
 from mxcompile.formats import stored_form
 from mxcompile.lowering.cpu.features import features
 from mxcompile.models.named import LoadedModel
@@ -419,9 +420,15 @@ def test_stored_fp8_moves_slices_and_pickles(tmp_path):
         (weight[3:70], values[3:70]), (weight.t(), values.t()), (weight[:, 128:], values[:, 128:]),
         (torch.stack([weight, weight]), torch.stack([values, values])), (restored, values),
         (torch.cat([weight, weight]), torch.cat([values, values])), (weight.clone(), values),
+        (pickle.loads(pickle.dumps(weight[:, 128:128])), values[:, 128:128]),
     ):  # fmt: skip
         assert isinstance(ours, MXTensor)
         assert torch.equal(ours.dequantize(), wanted)
+
+
+def test_fp8_with_blocks_along_a_dimension_that_it_lacks_is_refused():
+    with pytest.raises(FormatError, match="block_dim 2 is outside qdata of 2 dimensions"):
+        MXTensor(e4m3(2, K), torch.ones(2, 1), 2)
 
 
 def test_inspect_names_the_layout(tmp_path, capsys):
