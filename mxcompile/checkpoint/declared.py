@@ -23,6 +23,9 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 _FP8 = frozenset({FP8_BLOCKS, FP8_CHANNELS})
 _SINGLE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
 
+_OF_INPUTS = ("transform_config", "rotation_config", "hadamard_config", "pre_quant_scale")
+"""Keys of methods that rotate or scale inputs: of compressed-tensors, AutoRound and ModelOpt."""
+
 _T = TypeVar("_T")
 Forms = frozenset[Format]
 
@@ -108,8 +111,22 @@ def declared(source: str, about: Mapping[str, Any]) -> Declared:
     Raises:
         CheckpointError: The configuration names an unsupported format.
     """
+    for key in _OF_INPUTS:
+        if about.get(key) and not _is_fused(about[key]):
+            raise CheckpointError(
+                f"{source}: by its {key}, layers also change their inputs, which mxcompile does not do"
+            )
     method = METHODS.get(str(about.get("quant_method")))
     return Declared() if method is None else method(source, about)
+
+
+def _is_fused(transforms: Any) -> bool:
+    """Whether the transforms of compressed-tensors change weights alone, whose values include them."""
+    try:
+        schemes = transforms["config_groups"].values()
+        return all(step["location"].startswith("weight_") for scheme in schemes for step in scheme["apply"])
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _allowed(source: str, key: str, word: Any, words: Mapping[Any, _T]) -> _T:

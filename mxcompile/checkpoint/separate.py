@@ -31,6 +31,7 @@ from mxcompile.storage.weights import StoredWeight
 PACKED, GLOBAL, MULTIPLIER = "_packed", "_global_scale", "_scale_2"
 _WEIGHT, _ZERO_POINT = "weight", "_zero_point"
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_INPUT_FACTOR = "pre_quant_scale"  # ModelOpt's AWQ
 
 _ACTIVATIONS = frozenset({f"input{GLOBAL}", "input_scale", "activation_scale", "k_scale", "v_scale"})
 """Names of scales of activations in a module."""
@@ -53,6 +54,8 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
         if weight is None:
             module, _, attribute = name.rpartition(".")
             of_inputs = attribute in _ACTIVATIONS and module in modules
+            if attribute == _INPUT_FACTOR:
+                raise CheckpointError(f"{entry} scales inputs of its layer, which mxcompile does not do")
             if not of_inputs and (base := _scaled(checkpoint.entries, name)):
                 raise CheckpointError(f"{entry} is a scale, but {base} is not a stored weight")
             weight = plain_weight(entry, is_read=not of_inputs)

@@ -369,6 +369,9 @@ def test_deepseek_v4_has_the_values_of_transformers(tmp_path, beside):
 
 
 FP8 = {"m.weight": torch.zeros(N, K).to(E4M3), "m.weight_scale_inv": torch.ones(2, 3)}
+FUSED = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+INPUTS = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}
+ONLINE = {"config_groups": {"R1": FUSED, "R4": INPUTS}}
 CONTRADICTIONS = {
     "tile": (FP8, {"weight_block_size": [64, 64]}, r"'m.weight' has shape .* blocks of 64x64 by config.json"),
     "kept": (FP8, {"modules_to_not_convert": ["m"]}, "'m' is not quantized, but 'm.weight' is FP8"),
@@ -381,6 +384,10 @@ CONTRADICTIONS = {
         FP8 | {"m.weight": torch.zeros(N, K, dtype=BF16)}, {}, "'m.weight_scale_inv' is a scale, but",
     ),
     "two scales": (FP8 | {"m.weight_scale": torch.ones(2, 3)}, {}, "'m.weight' has several scales"),
+    "rotation": (FP8, {"transform_config": ONLINE}, "by its transform_config, layers also change"),
+    "Hadamard": (FP8, {"hadamard_config": {"block_size": 32}}, "by its hadamard_config, layers also change"),
+    "smoothed": (FP8, {"pre_quant_scale": True}, "by its pre_quant_scale, layers also change their inputs"),
+    "input factor": (FP8 | {"m.pre_quant_scale": torch.ones(K)}, {}, "'m.pre_quant_scale' scales inputs of"),
     "unread": (FP8 | {"m.rotation": torch.ones(2)}, {}, "'m.rotation', which the model lacks"),
     "global scale": (FP8 | {"m.weight_scale_2": torch.ones(())}, {}, "'m.weight_scale_2' is a scale of FP4"),
 }  # fmt: skip
@@ -390,6 +397,11 @@ CONTRADICTIONS = {
 def test_contradictions_are_refused_in_one_line(tmp_path, how):
     tensors, change, message = CONTRADICTIONS[how]
     assert_refused(message, write(tmp_path / "in", tensors, {"quant_method": "fp8"} | change), layer())
+
+
+def test_rotations_that_weights_include_are_read(tmp_path):
+    about = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": FUSED}}}
+    assert loaded(write(tmp_path / "in", FP8, about)).dequantize().eq(0).all()
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (N, 1)], ids=["block", "channel"])
