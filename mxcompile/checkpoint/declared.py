@@ -26,6 +26,9 @@ _SINGLE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
 _OF_INPUTS = ("transform_config", "rotation_config", "hadamard_config", "pre_quant_scale")
 """Keys of methods that rotate or scale inputs: of compressed-tensors, AutoRound and ModelOpt."""
 
+_OF_ATTENTION = ("kv_cache_scheme", "kv_cache_quant_algo", "static_kv_dtype", "static_attention_dtype")
+"""Keys for quantized keys, values and queries: of compressed-tensors, ModelOpt and AutoRound."""
+
 _T = TypeVar("_T")
 Forms = frozenset[Format]
 
@@ -118,6 +121,14 @@ def declared(source: str, about: Mapping[str, Any]) -> Declared:
             )
     method = METHODS.get(str(about.get("quant_method")))
     return Declared() if method is None else method(source, about)
+
+
+def quantizes_attention(about: Mapping[str, Any]) -> bool:
+    """Whether a quantization_config quantizes keys, values or queries, with scales in their modules."""
+    groups = about.get("config_groups")
+    groups = groups.values() if isinstance(groups, dict) else ()
+    alone = any(isinstance(group, dict) and group.get("weights") is None for group in groups)
+    return alone or any(about.get(key) for key in _OF_ATTENTION)
 
 
 def _is_fused(transforms: Any) -> bool:

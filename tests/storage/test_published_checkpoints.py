@@ -404,6 +404,50 @@ def test_rotations_that_weights_include_are_read(tmp_path):
     assert loaded(write(tmp_path / "in", FP8, about)).dequantize().eq(0).all()
 
 
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": SCHEME}
+CACHES = {
+    "compressed-tensors": ({"kv_cache_scheme": SCHEME}, "self_attn.{}_scale", "kv"),
+    "per head": ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "self_attn.{}_scale", "kv"),
+    "attention": ({"config_groups": {"group_0": ATTENTION}}, "self_attn.{}_scale", "qkv"),
+    "NVFP4": ({"kv_cache_scheme": SCHEME}, "self_attn.{}_global_scale", "kv"),
+    "of both": ({"kv_cache_scheme": "static"}, "self_attn.{}_scale", ("kv",)),
+    "of outputs": ({"kv_cache_scheme": SCHEME}, "self_attn.{}_proj.output_scale", "kv"),
+    "modelopt": ({}, "self_attn.{0}_proj.{0}_scale", "kv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_scales_of_attention_are_not_read(tmp_path, caplog, name):
+    """Also where the projections of the attention are not quantized."""
+    about, pattern, operands = CACHES[name]
+    tensors = {"mlp.weight": e4m3(N, K), "mlp.weight_scale": torch.ones(1)}
+    model = nn.ModuleDict({"mlp": layer()["m"], "self_attn": nn.Module()})
+    for projection in (f"self_attn.{x}_proj" for x in "kv"):
+        model.set_submodule(projection, layer()["m"])
+        stored = {f"{projection}.weight": e4m3(N, K), f"{projection}.weight_scale": torch.ones(1)}
+        kept = {f"{projection}.weight": torch.ones(N, K, dtype=BF16)}
+        tensors |= stored if "_proj" in pattern else kept
+    shape = (4, 1, 1) if name == "per head" else (1,)
+    tensors |= {pattern.format(x): torch.ones(shape) for x in operands}
+    folder = write(tmp_path / "in", tensors, {"quant_method": "compressed-tensors"} | about)
+    mxcompile.load_quantized(folder, model)
+    assert f"{len(operands)} scales of activations are not read" in caplog.text
+    assert any("not read" in group.kind for group in contents(Checkpoint.open(folder))[1])
+
+
+def test_a_parameter_named_like_a_scale_of_attention_is_read(tmp_path):
+    model = nn.Module()
+    model.proj, model.q_scale = layer()["m"], nn.Parameter(torch.ones(1, device="meta"))
+    tensors = {
+        "proj.weight": e4m3(N, K),
+        "proj.weight_scale": torch.ones(1),
+        "q_scale": torch.full((1,), 3.0),
+    }
+    folder = write(tmp_path / "in", tensors, {"quant_method": "compressed-tensors"})
+    assert mxcompile.load_quantized(folder, model).q_scale.item() == 3
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (N, 1)], ids=["block", "channel"])
 def test_compiled_products_read_dequantized_values_and_the_report_names_fp8(tmp_path, shape):
     tensors = {"m.weight": e4m3(N, K), "m.weight_scale_inv": torch.rand(shape) + 0.01}
