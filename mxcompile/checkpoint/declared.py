@@ -24,10 +24,10 @@ _FP8 = frozenset({FP8_BLOCKS, FP8_CHANNELS})
 _SINGLE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
 
 _OF_INPUTS = ("transform_config", "rotation_config", "hadamard_config", "pre_quant_scale")
-"""Keys of methods that rotate or scale inputs: of compressed-tensors, AutoRound and ModelOpt."""
+"""Keys of compressed-tensors, AutoRound and ModelOpt for methods that rotate or scale inputs."""
 
 _OF_ATTENTION = ("kv_cache_scheme", "kv_cache_quant_algo", "static_kv_dtype", "static_attention_dtype")
-"""Keys for quantized keys, values and queries: of compressed-tensors, ModelOpt and AutoRound."""
+"""Keys of compressed-tensors, ModelOpt and AutoRound for quantized keys, values and queries."""
 
 _T = TypeVar("_T")
 Forms = frozenset[Format]

@@ -204,12 +204,12 @@ def check_cover(path: Path, model: Any, names: Collection[str], split: Collectio
     """
     extra = _extra_states(model)
     state = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    given = {user_path(name) for name in names}
-    loaded = {id(state[name]) for name in given & state.keys()}
+    places = {user_path(name) for name in names}
+    loaded = {id(state[name]) for name in places & state.keys()}
     absent = {name for name, value in state.items() if id(value) not in loaded and name not in extra}
     patterns = [re.sub(r"\\\d", ".*", pattern) for pattern in split]
     absent = {name for name in absent if not any(re.search(pattern, name) for pattern in patterns)}
-    info = SimpleNamespace(missing_keys=absent, unexpected_keys=given - state.keys())
+    info = SimpleNamespace(missing_keys=absent, unexpected_keys=places - state.keys())
     if hasattr(model, "_adjust_missing_and_unexpected_keys"):
         model._adjust_missing_and_unexpected_keys(info)
     if info.missing_keys:

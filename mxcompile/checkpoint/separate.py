@@ -35,7 +35,7 @@ _INPUT_FACTOR = "pre_quant_scale"  # ModelOpt's AWQ
 
 _ATTENTION = frozenset({f"{x}{suffix}" for x in ("q", "k", "v", "kv") for suffix in (SUFFIX, GLOBAL)})
 _ACTIVATIONS = _ATTENTION | {f"input{GLOBAL}", "input_scale", "activation_scale", "output_scale"}
-"""Names of scales of activations in a module: of attention, and of a layer."""
+"""Names of scales of activations in a module."""
 
 
 def parts(name: str, form: Format) -> tuple[str, ...]:
