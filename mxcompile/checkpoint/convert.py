@@ -34,7 +34,7 @@ from mxcompile.checkpoint.files import (
     write_tensors,
 )
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of, readers, weights_in
-from mxcompile.checkpoint.load import architecture, value_dtype
+from mxcompile.checkpoint.load import architecture, check_cover, value_dtype
 from mxcompile.checkpoint.save import packed, quantization_config, write_index
 from mxcompile.checkpoint.weight_entries import MXINT8
 from mxcompile.errors import CheckpointError
@@ -80,8 +80,8 @@ def convert(
         The decision for every weight.
 
     Raises:
-        CheckpointError: The input is damaged, or has a quantized weight that would not be stored; or `target`
-            exists or cannot be written.
+        CheckpointError: The input is damaged, lacks a tensor of the model, or has a quantized weight that
+            would not be stored; or `target` exists or cannot be written.
     """
     source, target = Path(source), Path(target).absolute()
     form, checkpoint = layout_of(layout), Checkpoint.open(source)
@@ -238,9 +238,13 @@ def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor
 def _places(
     model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str, StoredWeight]
 ) -> dict[str, tuple[str, str]]:
-    """Returns for each weight of `checkpoint` its parameter, and why loading it breaks blocks, or ""."""
+    """Returns for each weight of `checkpoint` its parameter, and why loading it breaks blocks, or "".
+
+    Raises `CheckpointError` if the weights do not cover `model`.
+    """
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     if not hasattr(getattr(model, "config", None), "model_type"):
+        check_cover(checkpoint.path, model, sources)
         return {name: _checked(checkpoint, source, name, shapes) for name, source in sources.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -249,7 +253,7 @@ def _places(
     transforms = get_model_conversion_mapping(owner)
     renamings = [step for step in transforms if isinstance(step, WeightRenaming)]
     converters = [step for step in transforms if isinstance(step, WeightConverter)]
-    places = {}
+    places, split = {}, list[str]()
     for name, source in sources.items():
         path, pattern = rename_source_key(
             name, renamings, converters, owner.base_model_prefix, owner.state_dict()
@@ -259,6 +263,8 @@ def _places(
         else:
             used = [step for step in converters if pattern in step.source_patterns]
             places[name] = path, _lost(used, len(shapes.get(path, ())))
+            split += [name for step in used if step.target_patterns[1:] for name in step.target_patterns]
+    check_cover(checkpoint.path, model, {path for path, _ in places.values()}, {*split})
     return places
 
 

@@ -23,6 +23,12 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 _FP8 = frozenset({FP8_BLOCKS, FP8_CHANNELS})
 _SINGLE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
 
+_OF_INPUTS = ("transform_config", "rotation_config", "hadamard_config", "pre_quant_scale")
+"""Keys of compressed-tensors, AutoRound and ModelOpt for methods that rotate or scale inputs."""
+
+_OF_ATTENTION = ("kv_cache_scheme", "kv_cache_quant_algo", "static_kv_dtype", "static_attention_dtype")
+"""Keys of compressed-tensors, ModelOpt and AutoRound for quantized keys, values and queries."""
+
 _T = TypeVar("_T")
 Forms = frozenset[Format]
 
@@ -100,8 +106,30 @@ def declared(source: str, about: Mapping[str, Any]) -> Declared:
 
     source: place of the configuration, for messages. Raises `CheckpointError` for an unsupported format.
     """
+    for key in _OF_INPUTS:
+        if about.get(key) and not _is_fused(about[key]):
+            raise CheckpointError(
+                f"{source}: by its {key}, layers also change their inputs, which mxcompile does not do"
+            )
     method = METHODS.get(str(about.get("quant_method")))
     return Declared() if method is None else method(source, about)
+
+
+def quantizes_attention(about: Mapping[str, Any]) -> bool:
+    """Whether a quantization_config quantizes keys, values or queries, with scales in their modules."""
+    groups = about.get("config_groups")
+    groups = groups.values() if isinstance(groups, dict) else ()
+    alone = any(isinstance(group, dict) and group.get("weights") is None for group in groups)
+    return alone or any(about.get(key) for key in _OF_ATTENTION)
+
+
+def _is_fused(transforms: Any) -> bool:
+    """Whether the transforms of compressed-tensors change weights alone, whose values include them."""
+    try:
+        schemes = transforms["config_groups"].values()
+        return all(step["location"].startswith("weight_") for scheme in schemes for step in scheme["apply"])
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _allowed(source: str, key: str, word: Any, words: Mapping[Any, _T]) -> _T:

@@ -8,11 +8,14 @@ qdata of experts like any other tensors. Each tensor is read when its parameter 
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ from mxcompile.models.named import configuration, model_class
 from mxcompile.models.names import Owner, joined, user_path
 from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
+
+log = logging.getLogger(__name__)
 
 _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -162,6 +167,42 @@ def _check_names(path: Path, names: Iterable[str], places: Mapping[str, Tensor])
     for name, value in places.items():
         if id(value) not in loaded:
             raise CheckpointError(f"{path}: the checkpoint lacks {name!r}, which the model has")
+
+
+def check_cover(path: Path, model: Any, names: Collection[str], split: Collection[str] = ()) -> None:
+    """Raises `CheckpointError` if a checkpoint lacks a tensor of `model`; warns if it has others.
+
+    Transformers' lists of tensors that may be missing or left over apply.
+
+    Args:
+        path: The checkpoint, for messages.
+        model: The model.
+        names: Names in the model of the tensors of the checkpoint.
+        split: Transformers' patterns of names of tensors that loading splits from others.
+    """
+    extra = _extra_states(model)
+    state = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    places = {user_path(name) for name in names}
+    loaded = {id(state[name]) for name in places & state.keys()}
+    absent = {name for name, value in state.items() if id(value) not in loaded and name not in extra}
+    patterns = [re.sub(r"\\\d", ".*", pattern) for pattern in split]
+    absent = {name for name in absent if not any(re.search(pattern, name) for pattern in patterns)}
+    info = SimpleNamespace(missing_keys=absent, unexpected_keys=places - state.keys())
+    if hasattr(model, "_adjust_missing_and_unexpected_keys"):
+        model._adjust_missing_and_unexpected_keys(info)
+    if info.missing_keys:
+        raise CheckpointError(
+            f"{path}: the checkpoint lacks {min(info.missing_keys)!r}, which the model has"
+            f" ({len(info.missing_keys)} in all)"
+        )
+    if info.unexpected_keys:
+        log.warning(
+            "%s: the model has no %r (%d in all): the result keeps such tensors, and load_quantized will"
+            " refuse it",
+            path,
+            min(info.unexpected_keys),
+            len(info.unexpected_keys),
+        )
 
 
 def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:

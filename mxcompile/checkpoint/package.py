@@ -2,7 +2,7 @@
 
     prompt.pt2, token.pt2   AOTInductor's programs for prompts and for one token
     model.safetensors       the tensors of both, stored weights as codes and scales
-    package.json            shared tensors, shapes of keys and values, and where the programs run
+    package.json            shared tensors, shapes of keys and values, strides, and where the programs run
 
 A server that compiles the model traces its Python code in every start. `load_package` reads these files.
 """
@@ -81,13 +81,16 @@ def save_package(
                 tensors[constant] = _constant(constant, named).detach()
         caches = {name: list(tensor.shape) for name, tensor in tensors.items() if name in step.caches}
         first = {_location(tensor): name for name, tensor in reversed(tensors.items()) if name not in caches}
-        stored = {name: tensors[name].contiguous().cpu() for name in sorted(first.values())}
+        stored = {name: _memory(tensors[name]).cpu() for name in sorted(first.values())}
         write_tensors(partial / WEIGHTS, stored, stored.items(), {})
         shared = {name: first[_location(t)] for name, t in tensors.items() if name not in (*caches, *stored)}
+        lying = {name: tensors[name] for name in stored if not tensors[name].is_contiguous()}
         about = {
             "version": VERSION, "max_cache_len": max_cache_len, "batch_size": batch_size,
             "vocabulary": len(language_model.get_input_embeddings().weight),
-            "caches": caches, "shared": shared, "quantize_activations": quantize_activations,
+            "caches": caches, "shared": shared,
+            "strided": {name: [list(tensor.shape), list(tensor.stride())] for name, tensor in lying.items()},
+            "quantize_activations": quantize_activations,
             "dtype": str(language_model.dtype).removeprefix("torch."), "device": language_model.device.type,
             **machine(language_model.device),
         }  # fmt: skip
@@ -163,6 +166,17 @@ def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
     stored: Any = named[f"{module}.{weight}"]
     part: Tensor = getattr(stored, stored.__tensor_flatten__()[0][int(number)])
     return part
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """Returns the numbers of `tensor` as they lie, in one dimension unless they lie in order.
+
+    The programs read them with the strides that they were compiled for.
+    """
+    if tensor.is_contiguous():
+        return tensor
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))
 
 
 def _location(tensor: Tensor) -> tuple[Any, ...]:

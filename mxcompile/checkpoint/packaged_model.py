@@ -22,7 +22,7 @@ from mxcompile.lowering.cpu.features import capabilities
 
 PROGRAMS = ("prompt", "token")
 WEIGHTS, ABOUT = "model.safetensors", "package.json"
-VERSION = 2
+VERSION = 3
 """Version of the files in a package, written to `ABOUT`."""
 
 
@@ -63,6 +63,7 @@ class PackagedModel:
             self._vocabulary = about["vocabulary"]
             self._device, dtype = torch.device(about["device"]), getattr(torch, about["dtype"])
             tensors = load_file(directory / WEIGHTS, device=about["device"])
+            tensors |= {name: tensors[name].as_strided(*how) for name, how in about["strided"].items()}
             tensors |= {name: tensors[first] for name, first in about["shared"].items()}
             for name, shape in about["caches"].items():
                 tensors[name] = torch.zeros(shape, dtype=dtype, device=self._device)

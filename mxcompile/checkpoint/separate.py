@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from mxcompile.checkpoint.declared import Declared, declared, quantization_config
+from mxcompile.checkpoint.declared import Declared, declared, quantization_config, quantizes_attention
 from mxcompile.checkpoint.files import Checkpoint, Entry
 from mxcompile.checkpoint.weight_entries import BYTES, FP8, MXFP4, MXINT8, SUFFIX, plain_weight, stored_weight
 from mxcompile.errors import CheckpointError
@@ -31,8 +31,10 @@ from mxcompile.storage.weights import StoredWeight
 PACKED, GLOBAL, MULTIPLIER = "_packed", "_global_scale", "_scale_2"
 _WEIGHT, _ZERO_POINT = "weight", "_zero_point"
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_INPUT_FACTOR = "pre_quant_scale"  # ModelOpt's AWQ
 
-_ACTIVATIONS = frozenset({f"input{GLOBAL}", "input_scale", "activation_scale", "k_scale", "v_scale"})
+_ATTENTION = frozenset({f"{x}{suffix}" for x in ("q", "k", "v", "kv") for suffix in (SUFFIX, GLOBAL)})
+_ACTIVATIONS = _ATTENTION | {f"input{GLOBAL}", "input_scale", "activation_scale", "output_scale"}
 """Names of scales of activations in a module."""
 
 
@@ -44,7 +46,9 @@ def parts(name: str, form: Format) -> tuple[str, ...]:
 
 def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     """Yields the weights of `checkpoint`. Raises `CheckpointError`."""
-    about = declared(*quantization_config(checkpoint))
+    source, config = quantization_config(checkpoint)
+    about = declared(source, config)
+    anywhere = _ATTENTION if quantizes_attention(config) else frozenset[str]()
     stored = _stored(checkpoint.entries, about)
     owners = {part: weight for weight in stored for part in weight.tensors}
     modules = {weight.name.rpartition(".")[0] for weight in stored}
@@ -52,7 +56,9 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
         weight = owners.get(name)
         if weight is None:
             module, _, attribute = name.rpartition(".")
-            of_inputs = attribute in _ACTIVATIONS and module in modules
+            of_inputs = attribute in anywhere or (attribute in _ACTIVATIONS and module in modules)
+            if attribute == _INPUT_FACTOR:
+                raise CheckpointError(f"{entry} scales inputs of its layer, which mxcompile does not do")
             if not of_inputs and (base := _scaled(checkpoint.entries, name)):
                 raise CheckpointError(f"{entry} is a scale, but {base} is not a stored weight")
             weight = plain_weight(entry, is_read=not of_inputs)

@@ -17,15 +17,15 @@ def checked_form(
     qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, global_scale: Tensor | None
 ) -> Format:
     """Returns the format of an `MXTensor` with these parts. Raises `FormatError` if they are inconsistent."""
+    if not -qdata.ndim <= block_dim < qdata.ndim:
+        raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
     form = stored_form(qdata.dtype, Rounding.RCEIL if global_scale is None else TWO_LEVEL)
     if scale.dtype is torch.float32 and global_scale is None and form.elem.packed is None:
-        has_blocks = scale.ndim == qdata.ndim and scale.shape[block_dim] > 1
+        has_blocks = scale.ndim == qdata.ndim and scale.shape[block_dim] != 1  # 0 of no elements
         form = fp8_form(qdata.dtype, STORED_FP8_TILES[0] if has_blocks else Tile.CHANNEL)
     if scale.dtype is not form.scale.stored_dtype:
         word = "without" if global_scale is None else "beside"
         raise FormatError(f"scale must be {form.scale.stored_dtype} {word} a global scale, not {scale.dtype}")
-    if not -qdata.ndim <= block_dim < qdata.ndim:
-        raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
     shape = list(qdata.shape)
     shape[block_dim] *= form.elem.per_byte
     expected = scale_shape(shape, block_dim, form.tile)

@@ -268,6 +268,7 @@ def test_convert_of_fp32_model_prints_the_dtype_for_loading(source, tmp_path, ca
 REFUSED = {
     "truncated": "not a whole safetensors file",
     "wrong shape": "has shape",
+    "lacking": "the checkpoint lacks 'model.layers.1.mlp.up_proj.weight', which the model has (1 in all)",
     "no config": "no config.json",
     "no architecture": "config.json: 'architectures' is missing, which names the model",
     "unknown architecture": "has no model Own, and code that comes with a checkpoint is never run",
@@ -288,6 +289,12 @@ def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, caps
             tensors = load_file(first)
             name = next(name for name, value in tensors.items() if value.ndim == 2)
             save_file({**tensors, name: tensors[name][:3].contiguous()}, first)
+        case "lacking":
+            for file in source.glob("*.safetensors"):
+                tensors = load_file(file)
+                tensors.pop("model.layers.1.mlp.up_proj.weight", None)
+                save_file(tensors, file)
+            (source / "model.safetensors.index.json").unlink()
         case "no config":
             (source / "config.json").unlink()
         case "no architecture" | "unknown architecture":
@@ -304,6 +311,20 @@ def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, caps
     assert len(errors.splitlines()) == 1
     assert digests(source) == before
     assert not target.exists()
+
+
+def test_tensors_that_no_parameter_takes_are_named(tmp_path, caplog):
+    """What Transformers leaves out without a word is not."""
+    source = written(llama(tied=True), tmp_path / "in", shard="1GB")
+    file = source / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
+    convert(source, tmp_path / "old")
+    assert not caplog.records
+    assert isinstance(mxcompile.load_quantized(tmp_path / "old"), nn.Module)
+    save_file(load_file(file) | {"model.adapter.weight": torch.ones(8)}, file)
+    convert(source, tmp_path / "more")
+    assert "the model has no 'model.adapter.weight' (1 in all): the result keeps such tensors" in caplog.text
+    assert "model.adapter.weight" in load_file(tmp_path / "more/model.safetensors")
 
 
 @pytest.mark.slow

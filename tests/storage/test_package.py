@@ -39,6 +39,25 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
 
 
+def turned() -> Any:
+    """Weights that do not lie in order: by columns, stored by columns, parts of others, one row for all."""
+    model = llama()
+    block, attention = model.model.layers[0], model.model.layers[0].self_attn
+    wide = torch.randn(200, 128).mul(0.1).t()
+    codes = mxcompile.quantize(torch.randn(96, 64) * 0.1, block_dim=0, elem_dtype=torch.int8)
+    changed = {
+        model.model.embed_tokens: torch.randn(64, 96).t(),
+        attention.q_proj: mxcompile.quantize(torch.randn(128, 128) * 0.1)[:, 64:],
+        attention.k_proj: wide[:64, 100:164],
+        attention.v_proj: torch.randn(64, 1).mul(0.1).expand(64, 64),
+        block.mlp.down_proj: codes.t(),
+        block.input_layernorm: torch.rand(128)[::2],
+    }
+    for layer, weight in changed.items():
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
 def gemma() -> Any:
     """A window that most of the tokens exceed, and a head that shares the embedding's weight."""
     return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=LAYERS))
@@ -57,7 +76,7 @@ def prompt(tokens: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
-@pytest.mark.parametrize("make", [gemma, llama])
+@pytest.mark.parametrize("make", [gemma, turned])
 def test_package_generates_the_tokens_of_the_model(make: Any, tmp_path: Path):
     model = stored(make)
     before = {name: value.clone() for name, value in model.state_dict().items()}

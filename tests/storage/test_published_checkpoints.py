@@ -8,6 +8,7 @@ export, and decoded by the formulas of these projects.
 from __future__ import annotations
 
 import json
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import weights_in
 from mxcompile.cli.main import main
-from mxcompile.errors import CheckpointError
+from mxcompile.errors import CheckpointError, FormatError
 from mxcompile.formats import stored_form
 from mxcompile.lowering.cpu.features import features
 from mxcompile.models.named import LoadedModel
@@ -368,6 +369,9 @@ def test_deepseek_v4_has_the_values_of_transformers(tmp_path, beside):
 
 
 FP8 = {"m.weight": torch.zeros(N, K).to(E4M3), "m.weight_scale_inv": torch.ones(2, 3)}
+FUSED = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+INPUTS = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}
+ONLINE = {"config_groups": {"R1": FUSED, "R4": INPUTS}}
 CONTRADICTIONS = {
     "tile": (FP8, {"weight_block_size": [64, 64]}, r"'m.weight' has shape .* blocks of 64x64 by config.json"),
     "kept": (FP8, {"modules_to_not_convert": ["m"]}, "'m' is not quantized, but 'm.weight' is FP8"),
@@ -380,6 +384,10 @@ CONTRADICTIONS = {
         FP8 | {"m.weight": torch.zeros(N, K, dtype=BF16)}, {}, "'m.weight_scale_inv' is a scale, but",
     ),
     "two scales": (FP8 | {"m.weight_scale": torch.ones(2, 3)}, {}, "'m.weight' has several scales"),
+    "rotation": (FP8, {"transform_config": ONLINE}, "by its transform_config, layers also change"),
+    "Hadamard": (FP8, {"hadamard_config": {"block_size": 32}}, "by its hadamard_config, layers also change"),
+    "smoothed": (FP8, {"pre_quant_scale": True}, "by its pre_quant_scale, layers also change their inputs"),
+    "input factor": (FP8 | {"m.pre_quant_scale": torch.ones(K)}, {}, "'m.pre_quant_scale' scales inputs of"),
     "unread": (FP8 | {"m.rotation": torch.ones(2)}, {}, "'m.rotation', which the model lacks"),
     "global scale": (FP8 | {"m.weight_scale_2": torch.ones(())}, {}, "'m.weight_scale_2' is a scale of FP4"),
 }  # fmt: skip
@@ -389,6 +397,55 @@ CONTRADICTIONS = {
 def test_contradictions_are_refused_in_one_line(tmp_path, how):
     tensors, change, message = CONTRADICTIONS[how]
     assert_refused(message, write(tmp_path / "in", tensors, {"quant_method": "fp8"} | change), layer())
+
+
+def test_rotations_that_weights_include_are_read(tmp_path):
+    about = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": FUSED}}}
+    assert loaded(write(tmp_path / "in", FP8, about)).dequantize().eq(0).all()
+
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": SCHEME}
+CACHES = {
+    "compressed-tensors": ({"kv_cache_scheme": SCHEME}, "self_attn.{}_scale", "kv"),
+    "per head": ({"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "self_attn.{}_scale", "kv"),
+    "attention": ({"config_groups": {"group_0": ATTENTION}}, "self_attn.{}_scale", "qkv"),
+    "NVFP4": ({"kv_cache_scheme": SCHEME}, "self_attn.{}_global_scale", "kv"),
+    "of both": ({"kv_cache_scheme": "static"}, "self_attn.{}_scale", ("kv",)),
+    "of outputs": ({"kv_cache_scheme": SCHEME}, "self_attn.{}_proj.output_scale", "kv"),
+    "modelopt": ({}, "self_attn.{0}_proj.{0}_scale", "kv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_scales_of_attention_are_not_read(tmp_path, caplog, name):
+    """Also where the projections of the attention are not quantized."""
+    about, pattern, operands = CACHES[name]
+    tensors = {"mlp.weight": e4m3(N, K), "mlp.weight_scale": torch.ones(1)}
+    model = nn.ModuleDict({"mlp": layer()["m"], "self_attn": nn.Module()})
+    for projection in (f"self_attn.{x}_proj" for x in "kv"):
+        model.set_submodule(projection, layer()["m"])
+        stored = {f"{projection}.weight": e4m3(N, K), f"{projection}.weight_scale": torch.ones(1)}
+        kept = {f"{projection}.weight": torch.ones(N, K, dtype=BF16)}
+        tensors |= stored if "_proj" in pattern else kept
+    shape = (4, 1, 1) if name == "per head" else (1,)
+    tensors |= {pattern.format(x): torch.ones(shape) for x in operands}
+    folder = write(tmp_path / "in", tensors, {"quant_method": "compressed-tensors"} | about)
+    mxcompile.load_quantized(folder, model)
+    assert f"{len(operands)} scales of activations are not read" in caplog.text
+    assert any("not read" in group.kind for group in contents(Checkpoint.open(folder))[1])
+
+
+def test_a_parameter_named_like_a_scale_of_attention_is_read(tmp_path):
+    model = nn.Module()
+    model.proj, model.q_scale = layer()["m"], nn.Parameter(torch.ones(1, device="meta"))
+    tensors = {
+        "proj.weight": e4m3(N, K),
+        "proj.weight_scale": torch.ones(1),
+        "q_scale": torch.full((1,), 3.0),
+    }
+    folder = write(tmp_path / "in", tensors, {"quant_method": "compressed-tensors"})
+    assert mxcompile.load_quantized(folder, model).q_scale.item() == 3
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (N, 1)], ids=["block", "channel"])
@@ -419,9 +476,15 @@ def test_stored_fp8_moves_slices_and_pickles(tmp_path):
         (weight[3:70], values[3:70]), (weight.t(), values.t()), (weight[:, 128:], values[:, 128:]),
         (torch.stack([weight, weight]), torch.stack([values, values])), (restored, values),
         (torch.cat([weight, weight]), torch.cat([values, values])), (weight.clone(), values),
+        (pickle.loads(pickle.dumps(weight[:, 128:128])), values[:, 128:128]),
     ):  # fmt: skip
         assert isinstance(ours, MXTensor)
         assert torch.equal(ours.dequantize(), wanted)
+
+
+def test_fp8_with_blocks_along_a_dimension_that_it_lacks_is_refused():
+    with pytest.raises(FormatError, match="block_dim 2 is outside qdata of 2 dimensions"):
+        MXTensor(e4m3(2, K), torch.ones(2, 1), 2)
 
 
 def test_inspect_names_the_layout(tmp_path, capsys):
