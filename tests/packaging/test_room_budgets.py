@@ -28,7 +28,7 @@ BUDGETS = {
     "mxcompile/analysis/explain": 848,
     "mxcompile/analysis/study": 1_228,
     "mxcompile/analysis/tune": 518,
-    "mxcompile/checkpoint": 2_444,
+    "mxcompile/checkpoint": 2_540,
     "mxcompile/cli": 1_460,
     "mxcompile/compiler": 705,
     "mxcompile/compiler/calls": 877,
