@@ -12,7 +12,7 @@ ranks, the whole unreduced tensor for a reduce-scatter.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import tensor
 from mxcompile.models.names import module_of, user_path
 from mxcompile.passes.account import sent
-from mxcompile.ranks.fsdp import FSDPGroup
+from mxcompile.ranks.fsdp import FSDPGroup, prefetched
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,16 +105,20 @@ def stride(group: Any) -> int:
     return ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
 
-def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Iterator[Collective]:
-    """Yields the collectives that FSDP2 runs in a step, in which each of `groups` runs once."""
+def of_groups(groups: Sequence[FSDPGroup], axes: Axes, reached: Collection[str]) -> Iterator[Collective]:
+    """Yields the collectives that FSDP2 runs in a step, in which each of `groups` runs once.
+
+    reached: paths of modules and parameters that backward reaches.
+    """
+    trained = {group.path for group in groups if group.is_reached(reached)}
+    gathered = trained | {*prefetched(groups, trained).values()}
     for group in groups:
         if group.ranks > 1:
             yield _gather(group, axes, group.shards, "forward")
-        if not training:
-            continue
-        if group.backward is not None and group.backward.size() > 1:
+        if group.path in gathered and group.backward is not None and group.backward.size() > 1:
             yield _gather(group, axes, group.backward, "backward")
-        yield from _reductions(group, axes)
+        if group.path in trained:
+            yield from _reductions(group, axes, reached)
 
 
 def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
@@ -134,11 +138,12 @@ def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
     )
 
 
-def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
+def _reductions(group: FSDPGroup, axes: Axes, reached: Collection[str]) -> Iterator[Collective]:
+    sizes = [p.numel for p in group.parameters if p.parameter.requires_grad and p.path in reached]
     dtype = group.reduced
-    if dtype is None:
+    if dtype is None or not sizes:
         return
-    shard_bytes = dtype.itemsize * sum(p.numel for p in group.parameters if p.parameter.requires_grad)
+    shard_bytes = dtype.itemsize * sum(sizes)
     ways = (("reduce-scatter", group.shards, group.ranks), ("all-reduce", group.replicates, 1))
     for kind, along, times in ways:
         if along is not None and along.size() > 1:

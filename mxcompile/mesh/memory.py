@@ -17,14 +17,14 @@ network buffers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from mxcompile.distributed.tensors import local_bytes
 from mxcompile.mesh.liveness import GraphLiveness, LivenessPoint
-from mxcompile.ranks.fsdp import FSDPGroup
+from mxcompile.ranks.fsdp import FSDPGroup, prefetched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,15 +74,17 @@ def memory(
     model: nn.Module,
     groups: Sequence[FSDPGroup],
     graphs: Sequence[tuple[GraphLiveness, int]],
+    reached: Collection[str],
     *,
     training: bool,
 ) -> Memory:
     """Returns the memory of a rank that holds `model`, whose parameters FSDP2 shards in `groups`.
 
     graphs: (liveness, number of runs in a step) of each graph that the rank compiles, in execution order.
+    reached: paths of modules and parameters that backward reaches.
     """
     trained = sum(map(local_bytes, (p for p in model.parameters() if p.requires_grad))) if training else 0
-    step = _Walk(groups, graphs)
+    step = _Walk(groups, graphs, reached)
     return Memory(
         parameters=sum(map(local_bytes, (*model.parameters(), *model.buffers()))),
         gradients=trained,
@@ -97,8 +99,15 @@ def memory(
 class _Walk:
     """A walk through the graphs of a step in execution order, with FSDP2's buffers."""
 
-    def __init__(self, groups: Sequence[FSDPGroup], graphs: Sequence[tuple[GraphLiveness, int]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[FSDPGroup],
+        graphs: Sequence[tuple[GraphLiveness, int]],
+        reached: Collection[str],
+    ) -> None:
         self._groups = {group.path: group for group in groups}
+        self._reached = {group.path for group in groups if group.is_reached(reached)}
+        self._prefetched = prefetched(groups, self._reached)
         self._ungathered_bytes = sum(weight_bytes(group) for group in groups if group.backward is None)
         self._graphs = graphs
 
@@ -131,7 +140,8 @@ class _Walk:
     ) -> Iterator[MemoryBreakdown]:
         """Yields the memory during the backward of one graph. others: bytes saved by other graphs."""
         moments = graph.backward
-        groups = [self._group(moment.path) for moment in moments]
+        around = [self._group(moment.path) for moment in moments]
+        groups = [g if g is not None and g.path in self._reached else None for g in around]
         following = self._following(groups)
         ends = {id(group): index for index, group in enumerate(groups)}
         layers = {moment.layer: index for index, moment in enumerate(moments) if moment.layer}
@@ -173,7 +183,8 @@ class _Walk:
         ahead = now = None
         for group in reversed(groups):
             if group is not None and group.backward is not None and group is not now:
-                ahead, now = now, group
+                frozen = self._groups.get(self._prefetched.get(group.path, ""))
+                ahead, now = now if frozen is None or frozen.backward is None else frozen, group
             result.append(ahead if group is now else now)
         return result[::-1]
 

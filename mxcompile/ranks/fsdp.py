@@ -1,7 +1,8 @@
 """The FSDP2 parameter groups of a model: the parameters that are gathered and reduced together.
 
     forward    a group is gathered, unless one rank has the whole of it
-    backward   gathered again if it was freed after forward; gradients are reduce-scattered
+    backward   a group that backward reaches is gathered again if it was freed after forward, and so is the
+               group before it, which FSDP2 prefetches; gradients are reduce-scattered
                with a second axis (HSDP) the scattered gradients are all-reduced along that axis
 
 FSDP2 does not free the root's group after forward, unless the user requests it. A parameter with tensor
@@ -11,8 +12,9 @@ for a torch version with another layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ class FSDPGroup:
     """Parameters that one collective gathers.
 
     path: path of the module with the group. shards, replicates: process groups of the shard axis and of the
-    replicate axis, or None without that axis. backward: process group of the gather in backward, or None if
+    replicate axis, or None without that axis. backward: process group of a gather in backward, or None if
     the weights stay gathered after forward. reduced: dtype of the gradient reduction, or None if nothing is
     trained.
     """
@@ -74,6 +76,11 @@ class FSDPGroup:
         """Number of ranks that the parameters are sharded over."""
         return 1 if self.shards is None else int(self.shards.size())
 
+    def is_reached(self, paths: Collection[str]) -> bool:
+        """Whether one of `paths` is of a module within the group's module, or of one of its parameters."""
+        parameters = {parameter.path for parameter in self.parameters}
+        return any(path in parameters or within(path, self.path) for path in paths)
+
 
 def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
     """Returns the FSDP2 groups of `model` in module order. Raises `ModelError` for an unknown FSDP2 state."""
@@ -81,6 +88,23 @@ def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
         return tuple(_groups(model))
     except AttributeError as error:
         raise ModelError(f"cannot read the shards of FSDP2 in torch {torch.__version__}: {error}") from error
+
+
+def prefetched(groups: Sequence[FSDPGroup], reached: Collection[str]) -> dict[str, str]:
+    """Returns the paths of the groups that FSDP2 gathers in backward, but that backward does not reach.
+
+    FSDP2 prefetches the group whose forward ended before; the keys are the paths of the groups after these.
+    groups: in module order, which is taken for the order of forward. reached: paths of the groups that
+    backward reaches.
+    """
+    ended: list[str] = []
+    running: list[str] = []
+    for path in dict.fromkeys(group.path for group in groups):
+        while running and not within(path, running[-1]):
+            ended.append(running.pop())
+        running.append(path)
+    ended += reversed(running)
+    return {late: early for early, late in pairwise(ended) if late in reached and early not in reached}
 
 
 def _groups(model: nn.Module) -> Iterator[FSDPGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import time
@@ -40,7 +41,7 @@ class Watch:
     """Records statistics of the operands of quantized GEMMs in every n-th step of training.
 
     A step ends when an optimizer of the model begins to step. Without an optimizer, call `step`. With several
-    ranks, rank 0 writes the statistics of all.
+    ranks, rank 0 writes the statistics of all; each rank makes its watches in the same order.
 
     Args:
         to: destination, or several: a path for JSON lines, a callable that takes each record, or a
@@ -63,6 +64,9 @@ class Watch:
     Raises:
         OptionError: for invalid arguments.
     """
+
+    _numbers = itertools.count()
+    """Numbers of watches, equal on ranks that make their watches in the same order."""
 
     def __init__(
         self,
@@ -103,7 +107,8 @@ class Watch:
         tripped = self._trip if nonfinite else None
         self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
         judge = functools.partial(fired, self._rules) if self._rules else None
-        self._ranks = Ranks(self._write, self._recorder.warn, self._pass_on, judge)
+        name = f"{type(self).__name__}/{next(self._numbers)}"
+        self._ranks = Ranks(name, self._write, self._recorder.warn, self._pass_on, judge)
         self.fallbacks = Fallbacks(self._path_of("bf16", "policy", policy, ".policy.yaml"))
         dumps = Dumps(self._path_of("dump", "dump", dump, ".dump"))
         self._actions = Actions(self._rules, self.fallbacks, dumps, self._send, self._recorder.warn)
@@ -305,10 +310,16 @@ def _words(noun: str, words: Sequence[str], allowed: Sequence[str]) -> Iterable[
         yield word
 
 
+class _OptionWatch(Watch):
+    """The watch of an option. It has a number of its own, because a rank that compiles nothing has none."""
+
+    _numbers = itertools.count()
+
+
 @functools.cache
 def _nonfinite() -> Watch:
     """Returns the watch for the option "nonfinite"."""
-    return Watch(every=None, nonfinite="warn")
+    return _OptionWatch(every=None, nonfinite="warn")
 
 
 _BY_PATH: WeakValueDictionary[Path, Watch] = WeakValueDictionary()
@@ -326,5 +337,5 @@ def resolve(value: Any) -> Watch | None:
     path = Path(value).absolute()
     watch = _BY_PATH.get(path)
     if watch is None:
-        watch = _BY_PATH[path] = Watch(path)
+        watch = _BY_PATH[path] = _OptionWatch(path)
     return watch

@@ -42,14 +42,18 @@ class Tall(meshed.Llama):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a step of training."""
+    """Sizes of a step of training. frozen: number of blocks that do not train, nor does the embedding."""
 
     batch: int
     length: int
     depth: int
+    frozen: int = 0
 
     def plain(self) -> meshed.Prepared:
-        return Tall(self.depth), (torch.zeros(self.batch, self.length, dtype=torch.int64),), {}
+        model = Tall(self.depth)
+        if self.frozen:
+            meshed.freeze_(model, self.frozen)
+        return model, (torch.zeros(self.batch, self.length, dtype=torch.int64),), {}
 
     def fsdp(self, mesh: DeviceMesh) -> meshed.Prepared:
         example = self.plain()

@@ -121,6 +121,38 @@ def fsdp(mesh: DeviceMesh) -> Prepared:
     return example
 
 
+def freeze_(model: Llama, blocks: int) -> None:
+    """Freezes the embedding and the first of the `blocks`."""
+    model.tok_embeddings.requires_grad_(False)
+    for block in model.layers[:blocks]:
+        block.requires_grad_(False)
+
+
+def frozen(mesh: DeviceMesh) -> Prepared:
+    """Backward ends after the first block that trains, beside which FSDP2 gathers a frozen block."""
+    example = plain(4)
+    freeze_(example[0], 3)
+    fully_shard_(example[0], mesh["dp"], mp_policy=MIXED)
+    return example
+
+
+class Tower(Llama):
+    """A Llama whose first blocks run without gradients, though their weights have some."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok_embeddings(ids)
+        with torch.no_grad():
+            for layer in self.layers[:-1]:
+                x = layer(x)
+        return self.output(self.norm(self.layers[-1](x)))
+
+
+def tower(mesh: DeviceMesh) -> Prepared:
+    model, inputs = Tower(4), plain()[1]
+    fully_shard_(model, mesh["dp"], mp_policy=MIXED)
+    return model, inputs, {}
+
+
 TILES = {"version": 1, "rules": [{"match": {"name": "*"}, "use": {"weight_block": "32x32"}}]}
 
 

@@ -19,6 +19,7 @@ from mxcompile.mesh import Memory, liveness
 from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 ACTIVATIONS, WEIGHTS = Shape(batch=4, length=128, depth=4), Shape(batch=1, length=32, depth=6)
+FROZEN = Shape(batch=1, length=32, depth=6, frozen=4)
 
 
 def estimated(factory: Any, mesh: str = "dp=2", policy: str = "bf16") -> Memory:
@@ -51,7 +52,7 @@ def tracked(shape: Shape) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the results of eager code are views
-@pytest.mark.parametrize("shape", [ACTIVATIONS, WEIGHTS])
+@pytest.mark.parametrize("shape", [ACTIVATIONS, WEIGHTS, FROZEN])
 def test_the_peak_is_that_of_the_tracker(shape: Shape, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(liveness, "unwritten", lambda _: set())
     assert estimated(shape.fsdp).total == pytest.approx(tracked(shape), rel=0.1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_ranks import Seen, seen_by_ranks
-from meshed import TILES, fsdp, fsdp_sp, gathers, hsdp, sp
+from meshed import TILES, frozen, fsdp, fsdp_sp, gathers, hsdp, sp, tower
 
 import mxcompile
 from mxcompile.mesh import RankReport
@@ -18,6 +18,8 @@ from mxcompile.mesh import RankReport
 TRANSCODE = {"version": 1, "rules": [{"match": {"name": "*"}, "use": {"saved": "transcode"}}]}
 TWO = [
     (fsdp, "dp=2", {}),
+    (frozen, "dp=2", {}),
+    (tower, "dp=2", {}),
     (sp, "tp=2", {}),
     (sp, "tp=2", {"policy": TRANSCODE}),
     (gathers, "dp=2", {"policy": TILES}),

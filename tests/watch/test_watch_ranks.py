@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from watched_models import FFN, WIDTH, Model, batch, fully_sharded, keys, samples, tensor_parallel
 
 from mxcompile import ops
+from mxcompile.errors import WatchError
 from mxcompile.watch import Watch, ranks, read
 from mxcompile.watch.tally import Tally
 
@@ -78,7 +79,7 @@ def sample(amax: float) -> ranks.Sample:
 def test_first_rank_joins_samples_of_all_other_ranks(monkeypatch: pytest.MonkeyPatch):
     rank, written, warned, reports = Place(monkeypatch), [], [], []
     first, second = (
-        ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of), reports.append)
+        ranks.Ranks("a", lambda *of: written.append(of), lambda *of: warned.append(of), reports.append)
         for _ in "ab"
     )
     rank.rank = 1
@@ -111,18 +112,98 @@ def test_all_ranks_receive_the_rules_that_fired(monkeypatch: pytest.MonkeyPatch)
         return [(0, {"amax": tally.sums["amax"]}) for tally in sample.values()]
 
     first, second = (
-        ranks.Ranks(lambda *of: None, lambda *of: warned.append(of), print, judged) for _ in "ab"
+        ranks.Ranks("a", lambda *of: None, lambda *of: warned.append(of), print, judged) for _ in "ab"
     )
     assert first.gather(0, sample(3.0)) == [(0, {"amax": 3.0})]
-    monkeypatch.setattr(second, "_receive_rules", lambda step: [])
+    monkeypatch.setattr(second, "_receive_rules", lambda *key: [])
     rank.rank = 1
     second.gather(1, sample(7.0))
     rank.rank = 0
     assert first.gather(1, sample(3.0)) == [(0, {"amax": 7.0})]
     monkeypatch.delattr(second, "_receive_rules")
     rank.rank = 1
-    assert second._receive_rules(1) == [(0, {"amax": 7.0})]
+    assert second._receive_rules("mxcompile_watch/a/0/1", 1) == [(0, {"amax": 7.0})]
     assert len(warned) == 1
+
+
+def test_rules_of_an_earlier_sample_of_a_step_are_not_obeyed(monkeypatch: pytest.MonkeyPatch):
+    """A run that resumes samples a step again, as does a step that GradScaler skips."""
+    rank, warned = Place(monkeypatch), []
+    monkeypatch.setattr(ranks, "_WAIT_S", 0.05)
+
+    def judged(sample: ranks.Sample) -> list[Any]:
+        return [(0, {"amax": tally.sums["amax"]}) for tally in sample.values()]
+
+    first, second = (
+        ranks.Ranks("a", lambda *of: None, lambda *of: warned.append(of), print, judged) for _ in "ab"
+    )
+    first.gather(3, sample(7.0))
+    rank.rank = 1
+    assert second.gather(3, sample(1.0)) == [(0, {"amax": 7.0})]
+    assert second.gather(3, sample(1.0)) == []
+    ((_, first_warning), (_, warning)) = warned
+    assert "sent nothing" in str(first_warning)
+    assert str(warning) == "the first rank did not send the results of its rules for step 3"
+    rank.rank = 0
+    assert first.gather(3, sample(2.0)) == [(0, {"amax": 2.0})]
+
+
+def trained(watch: Watch, scales: list[float], width: int) -> Iterator[str]:
+    """Trains products of `width` under `watch`, a step for each of `scales`. Yields the state after each."""
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    compiled = torch.compile(model, backend=EagerBackend(watch=watch))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for scale in scales:
+        compiled(torch.full((ROWS, width), scale)).square().mean().backward()
+        try:
+            optimizer.step()
+        except WatchError:
+            yield "stopped"
+            return
+        optimizer.zero_grad()
+        yield "done"
+
+
+STEPS, WIDTHS = 4, {"wide": 64, "narrow": 32}
+
+
+def watches() -> Any:
+    """Two watches at once, then two runs with rules, then two runs with a NaN on rank 1."""
+    kept: dict[str, list[Any]] = {name: [] for name in (*WIDTHS, "records")}
+    at_once = {name: Watch(kept[name].append, every=1) for name in WIDTHS}
+    runs = [trained(watch, [1.0] * STEPS, WIDTHS[name]) for name, watch in at_once.items()]
+    assert len([*zip(*runs, strict=True)]) == STEPS
+    for watch in at_once.values():
+        watch.close()
+    ends = []
+    for scale in (1e3, 1.0):
+        rule = {"when": {"amax": "> 50"}, "operand": "x", "do": "stop"}
+        (*_, end) = trained(Watch(every=1, rules=[rule]), [1.0, scale], 32)
+        ends.append(end)
+    bad = float("nan") if dist.get_rank() else 1.0
+    for _ in range(2):
+        watch = Watch(kept["records"].append, every=None, nonfinite="warn")
+        assert [*trained(watch, [bad], 32)] == ["done"]
+        dist.barrier()
+        watch.close()
+    sizes = {
+        name: [
+            (record["ranks"], {row["elements"] for row in record["rows"] if row["operand"] == "x"})
+            for record in kept[name]
+            if record["kind"] == "sample"
+        ]
+        for name in WIDTHS
+    }
+    return sizes, ends, [(record["kind"], record["rank"]) for record in kept["records"]]
+
+
+@pytest.mark.slow
+def test_watches_of_one_process_group_stay_apart(tmp_path: Path):
+    first, second = on_ranks(RANKS, tmp_path, watches)
+    sizes, ends, records = first
+    assert sizes == {name: [(RANKS, {RANKS * ROWS * width})] * STEPS for name, width in WIDTHS.items()}
+    assert ends == second[1] == ["stopped", "done"]
+    assert records == [("nonfinite", 1)] * 2
 
 
 @pytest.mark.slow

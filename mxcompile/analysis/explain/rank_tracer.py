@@ -6,7 +6,7 @@ It collects the collectives, the work and the liveness of every graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +25,7 @@ from mxcompile.mesh.memory import Memory, memory
 from mxcompile.mesh.pipeline import rank_memory
 from mxcompile.mesh.schedule import Schedule, Stages
 from mxcompile.mesh.time import BACKWARD, FORWARD, PHASES, RankWork, Waits
+from mxcompile.models.names import module_of, user_path
 from mxcompile.offline.graph_work import Works, works
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
@@ -61,6 +62,7 @@ class RankTracer(Explainer):
         self._works: dict[int, dict[str, tuple[Works, ...]]] = {}
         self._live: dict[int, GraphLiveness] = {}
         self._results = 0
+        self._reached: set[str] = set()
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
         """Records an inference graph. A joint graph is recorded after it is partitioned."""
@@ -86,6 +88,13 @@ class RankTracer(Explainer):
             for phase, graph in sides.items()
         }
         self._live[id(capture)] = live(forward, backward, capture.inputs, self.repeats)
+        if backward is not None:  # without forward's nodes, which it may repeat
+            self._reach(module_of(n)[0] for n in backward.nodes if "fwd_nn_module_stack" in n.meta)
+
+    def _reach(self, paths: Iterable[str]) -> None:
+        """Records `paths` of modules and parameters that backward reaches."""
+        for path in {*paths}:
+            self._reached |= {path, *self.repeats.others(path)}
 
     @property
     def _layers(self) -> dict[int, Callable[[str], int]]:
@@ -114,6 +123,8 @@ class RankTracer(Explainer):
             self._results = collectives.result_bytes(output)
             with self.mode, self.mode.outside.paused():
                 collectives.backward(output)
+            named = self.model.named_parameters()
+            self._reach(user_path(path) for path, parameter in named if parameter.grad is not None)
         return output
 
     def collectives(self) -> Iterator[Collective]:
@@ -131,7 +142,7 @@ class RankTracer(Explainer):
         graphs = [(graph, max(1, self._calls[key])) for key, graph in self._live.items()]
         stages = self.stages
         if stages is None:
-            return [memory(model, self._groups, graphs, training=self.training)]
+            return [memory(model, self._groups, graphs, self._reached, training=self.training)]
         if any(calls > 1 for _, calls in graphs):
             raise ModelError(
                 "a pipeline needs blocks that are traced in one graph, found graph breaks: remove them"
@@ -160,7 +171,7 @@ class RankTracer(Explainer):
             policy=self.options.policy.label,
             works={phase: sum((self._work(i, phase) for i in stage_ids), Works()) for phase in PHASES},
             collectives=(
-                *collectives.of_groups(groups, self._axes, training=self.training),
+                *collectives.of_groups(groups, self._axes, self._reached),
                 *(activation for stage in stage_ids for activation in self._activations(stage)),
                 *sends,
             ),
