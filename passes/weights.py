@@ -167,24 +167,31 @@ def weight_bytes(
 
 def _num_bytes(weight: fx.Node, inputs: Sequence[GraphInput]) -> int:
     """Returns the bytes of all parts of an input, or of a computed weight's inputs if they are smaller."""
+
+    def described(node: fx.Node) -> Any:
+        return plain_descriptor(node.meta.get("desc"))
+
+    def size(node: fx.Node) -> int:
+        held = getattr(graph_input(node, inputs), "held_bytes", None)
+        return bytes_of(tensor(node)) if held is None else held
+
     sources = {node for node in ancestors(weight) if node.op == "placeholder"}
     if weight not in sources and not all(parameter_path(node, inputs) for node in sources):
         return bytes_of(tensor(weight))
-    read = {plain_descriptor(node.meta.get("desc")) for node in sources} - {None}
-    sources |= {
-        n for n in weight.graph.find_nodes(op="placeholder") if plain_descriptor(n.meta.get("desc")) in read
-    }
-    stored = sum(bytes_of(tensor(node)) for node in sources)
+    read = {described(node) for node in sources} - {None}
+    sources |= {node for node in weight.graph.find_nodes(op="placeholder") if described(node) in read}
+    stored = sum(map(size, sources))
     return stored if weight in sources or not stored else min(stored, bytes_of(tensor(weight)))
 
 
 def _quantized_bytes(weight: fx.Node, inputs: Sequence[GraphInput], use: WeightUse) -> int | None:
     """Returns the bytes of the plain parameter `weight`, stored as `use` casts it; None if it cannot be."""
     value, captured, desc = value_of(weight), graph_input(weight, inputs), weight.meta.get("desc")
-    is_plain = captured is not None and captured.is_parameter and plain_descriptor(desc) is desc
-    if not is_plain or use.form is None or use.square or not value.dtype.is_floating_point:
+    is_parameter = captured is not None and captured.is_parameter and captured.held_bytes is None
+    is_plain = is_parameter and plain_descriptor(desc) is desc
+    if not is_plain or not value.dtype.is_floating_point or value.dtype.itemsize == 1:
         return None
-    if value.dtype.itemsize == 1 or use.form.elem.unstorable(value.shape[use.block_dim]):
+    if use.form is None or use.square or use.form.elem.unstorable(value.shape[use.block_dim]):
         return None
     return empty(value.shape, use.block_dim, use.form, value.dtype, "meta").stored_bytes
 

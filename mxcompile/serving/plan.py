@@ -20,7 +20,7 @@ from mxcompile.models.names import user_path
 from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, common_cast, weight_uses
 from mxcompile.policy import Layer, Policy, Role
 from mxcompile.rules import check_mistakes
-from mxcompile.storage import MXTensor
+from mxcompile.storage.tensor import MXTensor, stored_bytes
 from mxcompile.storage.weights import StoredWeight
 
 TABLE = "it is the table of an embedding"
@@ -97,6 +97,7 @@ def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
         name=name,
         shape=tuple(value.shape),
         dtype=value.dtype,
+        held_bytes=stored_bytes(value),
         role=use.role,
         reason=use.reason,
         form=use.form,

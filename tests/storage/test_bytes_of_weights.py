@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.eager_backend import EagerBackend
 from helpers.policies import every
 from small_models import TOKENS, Block, Model, head_rule, row_of
 from torch import Tensor, nn
@@ -100,3 +101,45 @@ def test_a_weight_in_a_buffer_has_a_row_with_a_reason():
     row = row_of(table, "up")
     assert (row.stored, row.num_bytes) == (False, model.up.nbytes)
     assert row.reason == "it is a buffer: only parameters are stored"
+
+
+class Rescaled(nn.Module):
+    """A layer with an FP8 weight and one FP32 scale a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(64, 96).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("scale", torch.rand(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, self.up.to(x.dtype) * self.scale.to(x.dtype)[:, None]))
+
+
+def test_fp8_weights_have_the_bytes_of_their_own_scales():
+    model = Rescaled()
+    summary = mxcompile.explain(model, X, training=False).summary
+    assert summary.weight_bytes == model.up.nbytes + model.scale.nbytes == summary.weight_bytes_quantized
+    assert summary.weight_bytes_bf16 == 2 * model.up.numel()
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_weights_of_torchao_have_the_bytes_of_their_parts(config: str):
+    quantization = pytest.importorskip("torchao.quantization")
+    model, own = Block(), Block()
+    quantization.quantize_(model, getattr(quantization, config)())
+    names = ("gate.weight", "up.weight", "down.weight")
+    table = mxcompile.quantize_weights_(model, args=(X,), progress=False)
+    sizes = [
+        sum(getattr(weight, part).nbytes for part in weight.__tensor_flatten__()[0])
+        for weight in map(model.get_parameter, names)
+    ]
+    assert [row_of(table, name).num_bytes for name in names] == sizes
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    with torch.no_grad():
+        torch.compile(model, backend=EagerBackend(policy="inference"))(X)
+        reports = mxcompile.reports()[-1], mxcompile.explain(model, X, policy="inference", training=False)
+    for report in reports:
+        assert report.summary.weight_bytes == report.summary.weight_bytes_quantized == sum(sizes)
+    dense = mxcompile.explain(own, X, training=False).summary.parameter_bytes
+    assert reports[1].summary.parameter_bytes == dense - 3 * 2 * 96 * 128 + sum(sizes)
