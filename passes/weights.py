@@ -160,8 +160,8 @@ def weight_bytes(
         own_uses = casts.get(parameter_path(weight, inputs))
         quantized = _quantized_bytes(weight, inputs, common_cast(own_uses)) if own_uses else None
         in_bf16 = 2 * numel(value_of(weight).shape) * (1 if tag.stored is None else tag.stored.elem.per_byte)
-        sizes = num_bytes, in_bf16, num_bytes if quantized is None else quantized
-        rows.append((tag.name, *(size * count(tag.name) for size in sizes)))
+        times, after = count(tag.name), num_bytes if quantized is None else quantized
+        rows.append((tag.name, times * num_bytes, times * in_bf16, times * after))
     return tuple(rows)
 
 
