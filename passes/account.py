@@ -1,4 +1,4 @@
-"""Counts bytes of weights, of tensors that forward saves and of tensors that ranks send, and casts."""
+"""Counts bytes of tensors that forward saves and of tensors that ranks send, and casts."""
 
 from __future__ import annotations
 
@@ -8,47 +8,14 @@ from typing import Any
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import E4M3, E5M2, Tile
 from mxcompile.graph.opsets import COLLECTIVES, argument, packet
 from mxcompile.graph.reshapes import producing_call
-from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tagged, tensor, value_of
+from mxcompile.graph.tags import PASS_KEY, bytes_of, numel, tensor
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import Product, result_of, results_of
 from mxcompile.passes.gather import Gather
 from mxcompile.passes.roles.flow import gemms_reading, origin, stored, viewed
-from mxcompile.policy import Gemm
-
-
-def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[str, int, int], ...]:
-    """Returns (layer, bytes as stored, bytes in BF16) of each weight of the linear layers of `graph`.
-
-    count: number of layers that the module at a path stands for.
-    """
-    weights: dict[fx.Node, tuple[GemmTag, int]] = {}
-    for node, tag in tagged(graph):
-        if tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
-            continue
-        stored = stored_weight(node, tag.tensors.index("w"))
-        value = tensor(stored)
-        if stored is not None and value is not None:
-            weights.setdefault(stored, (tag, _per_byte(tag) * numel(value.shape) * count(tag.name)))
-    return tuple((tag.name, _stored_bytes(node, tag, n), 2 * n) for node, (tag, n) in weights.items())
-
-
-def _stored_bytes(node: fx.Node, tag: GemmTag, numel: int) -> int:
-    """Returns the bytes of `numel` elements of the weight `node`, with scales if it is stored quantized."""
-    value = value_of(node)
-    scaled = tag.stored is not None or value.dtype in (E4M3.dtype, E5M2.dtype)
-    tile = Tile.ROW if tag.stored is None else tag.stored.tile
-    size = 1 if tag.stored is None else tag.stored.scale.dtype.itemsize
-    blocks = -(-numel // (tile.along or value.shape[-1])) if scaled else 0
-    return numel // _per_byte(tag) * value.element_size() + blocks * size
-
-
-def _per_byte(tag: GemmTag) -> int:
-    """Returns the number of weight elements in each element of the tensor that stores the weight."""
-    return 1 if tag.stored is None else tag.stored.elem.per_byte
 
 
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
@@ -67,7 +34,8 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
     Without mxcompile a source in the model's dtype stands for its FP8 copies. Saved inputs of the graph count
     as 0 bytes.
 
-    num_outputs: number of the model's own outputs, which come first. count: see `weight_bytes`.
+    num_outputs: number of the model's own outputs, which come first. count: number of layers that the module
+    at a path stands for.
     """
     (outputs,) = forward.find_nodes(op="output")
     kept = [n for n in outputs.args[0][num_outputs:] if isinstance(n, fx.Node)]
@@ -91,7 +59,7 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
 
 
 def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
-    """Returns the number of casts in a run of `graph`. count: see `weight_bytes`."""
+    """Returns the number of casts in a run of `graph`. count: see `saved_bytes`."""
     total = 0
     for node in graph.find_nodes(op="call_function", target=ops.cast):
         if any(index == 0 and result.users for index, result in results_of(node)):  # not only its scales
@@ -103,7 +71,7 @@ def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
 def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
     """Returns the bytes that this rank sends by the collectives of `graph`, with and without mxcompile.
 
-    count: see `weight_bytes`.
+    count: see `saved_bytes`.
     """
     rows = [(count(module_of(node)[0]), *num_bytes) for node, *num_bytes in sent(graph)]
     return sum(times * now for times, now, _ in rows), sum(times * before for times, _, before in rows)

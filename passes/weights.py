@@ -8,12 +8,13 @@ A weight can be stored quantized if linear layers read it only in this way.
     dgrad   matmul(cast(dy), cast(w, tiles))     with one scale for 32×32 elements
 
 Ranks can gather the cast of such a weight, if nothing else reads it, in forward and backward. The functions
-read a graph after the passes and change nothing.
+read a graph after the passes, count bytes of weights and change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +23,15 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import Format, Tile, stored_form
 from mxcompile.graph.dims import before
-from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
+from mxcompile.graph.opsets import TRANSPARENT, ancestors, argument, aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, Kind, tag_of, tagged, tensor, value_of
+from mxcompile.graph.tags import GemmTag, Kind, bytes_of, numel, tag_of, tagged, tensor, value_of
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 from mxcompile.passes.account import stored_weight
-from mxcompile.passes.roles.flow import graph_input
+from mxcompile.passes.roles.flow import graph_input, plain_descriptor
 from mxcompile.policy import Gemm
+from mxcompile.storage.cast import empty
 
 OTHER_FORMAT = (
     "stored weights have a scale for 32 elements along K (MXFP8, MXINT8, MXFP4) or for 16 (NVFP4):"
@@ -122,6 +124,78 @@ def _stored_cast(node: fx.Node) -> tuple[int, Format | None, bool]:
     if square:
         form = replace(form, tile=Tile(1, form.tile.along))
     return (cast.side, form, square) if form.storable else (-1, None, False)
+
+
+def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
+    """Returns a use with the cast that all uses of a weight share, or with the reason for none."""
+    keeping = next((use for use in own_uses if use.form is None), None)
+    if keeping is not None:
+        return keeping
+    if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
+        return replace(own_uses[0], form=None, reason="its GEMMs cast it in different ways")
+    return own_uses[0]
+
+
+def weight_bytes(
+    graph: fx.Graph, inputs: Sequence[GraphInput], count: Callable[[str], int]
+) -> tuple[tuple[str, int, int, int], ...]:
+    """Returns (layer, bytes, bytes in BF16, bytes after `quantize_weights_`) of each linear layer's weight.
+
+    count: number of layers that the module at a path stands for.
+    """
+    layers: dict[fx.Node, GemmTag] = {}
+    for node, tag in tagged(graph):
+        if tag.kind is Kind.LINEAR and tag.gemm is Gemm.FPROP:
+            weight = stored_weight(node, tag.tensors.index("w"))
+            if weight is not None and tensor(weight) is not None:
+                layers.setdefault(weight, tag)
+    casts: defaultdict[str, list[WeightUse]] = defaultdict(list)
+    for use in weight_uses(graph, inputs):
+        if not use.is_lookup:
+            casts[use.path].append(use)
+    parts: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="placeholder"):
+        parts[plain_descriptor(node.meta.get("desc"))].append(node)
+    rows = []
+    for weight, tag in layers.items():
+        num_bytes = _num_bytes(weight, inputs, parts)
+        own_uses = casts.get(parameter_path(weight, inputs))
+        quantized = _quantized_bytes(weight, inputs, common_cast(own_uses)) if own_uses else None
+        in_bf16 = 2 * numel(value_of(weight).shape) * (1 if tag.stored is None else tag.stored.elem.per_byte)
+        times, after = count(tag.name), num_bytes if quantized is None else quantized
+        rows.append((tag.name, times * num_bytes, times * in_bf16, times * after))
+    return tuple(rows)
+
+
+def _num_bytes(weight: fx.Node, inputs: Sequence[GraphInput], parts: Mapping[Any, Sequence[fx.Node]]) -> int:
+    """Returns the bytes of all parts of an input, or of a computed weight's inputs if they are smaller.
+
+    parts: the inputs of the graph by the tensor that they are parts of.
+    """
+
+    def size(node: fx.Node) -> int:
+        held = getattr(graph_input(node, inputs), "held_bytes", None)
+        return bytes_of(tensor(node)) if held is None else held
+
+    sources = {node for node in ancestors(weight) if node.op == "placeholder"}
+    if weight not in sources and not all(parameter_path(node, inputs) for node in sources):
+        return bytes_of(tensor(weight))
+    for descriptor in {plain_descriptor(node.meta.get("desc")) for node in sources} - {None}:
+        sources.update(parts[descriptor])
+    stored = sum(map(size, sources))
+    return stored if weight in sources or not stored else min(stored, bytes_of(tensor(weight)))
+
+
+def _quantized_bytes(weight: fx.Node, inputs: Sequence[GraphInput], use: WeightUse) -> int | None:
+    """Returns the bytes of the plain parameter `weight`, stored as `use` casts it; None if it cannot be."""
+    value, captured, desc = value_of(weight), graph_input(weight, inputs), weight.meta.get("desc")
+    is_parameter = captured is not None and captured.is_parameter and captured.held_bytes is None
+    is_plain = is_parameter and plain_descriptor(desc) is desc
+    if not is_plain or not value.dtype.is_floating_point or value.dtype.itemsize == 1:
+        return None
+    if use.form is None or use.square or use.form.elem.unstorable(value.shape[use.block_dim]):
+        return None
+    return empty(value.shape, use.block_dim, use.form, value.dtype, "meta").stored_bytes
 
 
 def parameter_path(node: Any, inputs: Sequence[GraphInput]) -> str:

@@ -291,7 +291,9 @@ def _for_file(
 ) -> StoredWeight:
     """Returns the decision for a weight of a file that becomes the parameter `weight`, or a part of it."""
     dtype = source.dtype or dtype
-    in_file = replace(weight, name=source.name, shape=source.shape, dtype=dtype, keeps_table=False)
+    in_file = replace(
+        weight, name=source.name, shape=source.shape, dtype=dtype, held_bytes=None, keeps_table=False
+    )
     if weight.form is None:
         return in_file
     reason = lost

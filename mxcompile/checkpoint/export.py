@@ -30,9 +30,9 @@ from mxcompile.formats.two_level import gain
 from mxcompile.models.arguments import check_module
 from mxcompile.models.fsdp import groups
 from mxcompile.models.wrappers import FSDP1, user_model
-from mxcompile.passes.weights import WeightUse, weight_uses
+from mxcompile.passes.weights import WeightUse, common_cast, weight_uses
 from mxcompile.policy import Policy
-from mxcompile.serving.plan import UNSEEN, common_cast, weight_of
+from mxcompile.serving.plan import UNSEEN, weight_of
 from mxcompile.storage import MXTensor
 from mxcompile.storage.cast import cast
 from mxcompile.storage.weights import StoredWeights

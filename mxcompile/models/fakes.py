@@ -20,10 +20,10 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.models.names import where_failed
+from mxcompile.models.names import HELD_BYTES, where_failed
 from mxcompile.models.patches import gpu_autocast, patched
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
-from mxcompile.storage import MXTensor
+from mxcompile.storage.tensor import MXTensor, stored_parts
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,10 @@ class Faker:
         with self._mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            if len(parts := stored_parts(tensor)) > 1:
+                vars(fake)[HELD_BYTES] = sum(part.nbytes for part in parts)
+            return fake
         return fake.requires_grad_(tensor.requires_grad)
 
 

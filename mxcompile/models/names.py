@@ -22,6 +22,8 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """Attribute names under which compiled, sharded or checkpointed wrappers hold their module."""
 PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 """Classes that hold the user's model in the attribute `module`."""
+HELD_BYTES = "mx_held_bytes"
+"""Attribute of the fake of a parameter that several tensors store: their bytes."""
 _ORIGINAL = re.compile(r"(?:\bparametrizations\.([^.]+)\.[^.]+|\bweight_[^.]+)$")
 _TORCH = f"{Path(torch.__file__).parent}/"
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
@@ -43,13 +45,15 @@ class GraphInput:
 
     path: path of the parameter or buffer in the user's model, or path to an unregistered tensor; "" for data.
     others: further paths of a shared parameter. static: whether it is a parameter or buffer. is_parameter:
-    whether it is a parameter. unregistered: origin of any other tensor, or None if that is unknown.
+    whether it is a parameter. held_bytes: bytes of a parameter that several tensors store, if they are not
+    inputs of the graph. unregistered: origin of any other tensor, or None if that is unknown.
     """
 
     path: str = ""
     others: tuple[str, ...] = ()
     static: bool = False
     is_parameter: bool = False
+    held_bytes: int | None = None
     unregistered: HeldBy | None = None
 
     def inside(self, module_path: str) -> str:

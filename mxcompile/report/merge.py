@@ -101,8 +101,9 @@ def figures_of(parts: Sequence[Part]) -> dict[str, Any]:
         for path in paths:
             weights |= {part.name_in(path, name): sizes for name, *sizes in part.weights}
     figures: dict[str, Any] = {
-        "weight_bytes": sum(size for size, _ in weights.values()),
-        "weight_bytes_bf16": sum(in_bf16 for _, in_bf16 in weights.values()),
+        "weight_bytes": sum(size for size, _, _ in weights.values()),
+        "weight_bytes_bf16": sum(in_bf16 for _, in_bf16, _ in weights.values()),
+        "weight_bytes_quantized": sum(quantized for _, _, quantized in weights.values()),
     }
     for field in dataclasses.fields(Part):
         if field.metadata:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,12 +17,15 @@ from mxcompile.compiler.parameter_uses import uses
 from mxcompile.errors import ModelError, PolicyError
 from mxcompile.formats import is_quantized, stored_precision
 from mxcompile.models.names import user_path
-from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, weight_uses
+from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, common_cast, weight_uses
 from mxcompile.policy import Layer, Policy, Role
 from mxcompile.rules import check_mistakes
+from mxcompile.storage.tensor import MXTensor, stored_bytes
 from mxcompile.storage.weights import StoredWeight
 
 TABLE = "it is the table of an embedding"
+"""Reason why a weight is not stored."""
+BUFFER = "it is a buffer: only parameters are stored"
 """Reason why a weight is not stored."""
 
 UNSEEN = WeightUse(
@@ -51,13 +53,17 @@ def planned_weights(
             )
     policy = Policy.resolve("inference" if policy is None else policy)
     model_uses = uses(model, policy, args, kwargs, weight_uses, training=False)
-    named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
-    values = {user_path(name): value for name, value in named}
+    named = model.named_parameters(remove_duplicate=False)
+    buffers = {user_path(name): value for name, value in model.named_buffers()}
+    values = buffers | {user_path(name): value for name, value in named}
     by_path = {path: own_uses for path, own_uses in model_uses.by_path.items() if path in values}
     lookups = [path for path, own_uses in by_path.items() if any(use.is_lookup for use in own_uses)]
     tables = [_table(path, values[path]) for path in lookups]
     check_mistakes(policy, model_uses.gemms, strict=False, tables=tables)
     weights = {path: _planned(path, values[path], own_uses, policy) for path, own_uses in by_path.items()}
+    for path, weight in weights.items():
+        if path in buffers and weight.form is not None and not isinstance(values[path], MXTensor):
+            weights[path] = replace(weight, form=None, keeps_table=False, reason=BUFFER)
     if not any(weight.stored for weight in weights.values()):
         precisions = {gemm.precision for gemm in model_uses.gemms if is_quantized(gemm.precision)}
         others = {OTHER_FORMAT.format(word) for word in precisions}
@@ -74,21 +80,12 @@ def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
         name=name,
         shape=tuple(value.shape),
         dtype=value.dtype,
+        held_bytes=stored_bytes(value),
         role=use.role,
         reason=use.reason,
         form=use.form,
         block_dim=use.block_dim - use.rank if use.form is not None else -1,
     )
-
-
-def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
-    """Returns a use with the cast that all uses of a weight share, or with the reason for none."""
-    keeping = next((use for use in own_uses if use.form is None), None)
-    if keeping is not None:
-        return keeping
-    if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
-        return replace(own_uses[0], form=None, reason="its GEMMs cast it in different ways")
-    return own_uses[0]
 
 
 def _table(path: str, value: Tensor) -> Layer:

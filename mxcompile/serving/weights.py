@@ -72,13 +72,14 @@ def quantize_weights_(
     model = user_model(model)
     plan = planned_weights(model, policy, args, kwargs)
     places = owners(model)
-    weights = [weight for path, weight in plan.items() if path in places]
-    bar = tqdm(weights, desc="weights", unit="layer", disable=None if progress else True, leave=False)
-    return StoredWeights(weights=tuple(_store(weight, places[weight.name]) for weight in bar))
+    bar = tqdm(plan.values(), desc="weights", unit="layer", disable=None if progress else True, leave=False)
+    return StoredWeights(weights=tuple(_store(weight, places.get(weight.name, ())) for weight in bar))
 
 
 def _store(weight: StoredWeight, holders: Sequence[Owner]) -> StoredWeight:
     """Stores one parameter as planned, if possible. Returns the outcome."""
+    if not holders:  # a buffer
+        return weight
     parameter = getattr(*holders[0])
     if isinstance(parameter, MXTensor):
         return replace(

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxcompile import ops
@@ -347,16 +347,18 @@ def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the plain tensors that store `tensor`: sparse, nested, an `MXTensor`, or plain itself."""
-    if isinstance(tensor, MXTensor):
-        return tensor.parts
+    """Returns the plain tensors that store `tensor`: sparse, nested, a subclass of parts, or plain itself."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor.values(),) if tensor.is_nested else (tensor,)
+    if tensor.is_nested:
+        return (tensor.values(),)
+    if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "placements"):  # a DTensor counts whole
+        return (tensor,)
+    return tuple(p for name in tensor.__tensor_flatten__()[0] for p in stored_parts(getattr(tensor, name)))
 
 
 def stored_bytes(tensor: Tensor) -> int:

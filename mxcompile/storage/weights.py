@@ -25,6 +25,7 @@ class StoredWeight:
         name: Path of the parameter, or name of the weight in its checkpoint.
         shape: Shape of the values.
         dtype: Dtype of the values; None if the checkpoint does not contain it.
+        held_bytes: Bytes of the weight as the model has it; None for a tensor of `dtype` and `shape`.
         role: Role of the weight's layers; if they differ, the first.
         reason: Why the weight is stored quantized, or why not.
         form: Format of qdata and scales; None for a weight that is not quantized.
@@ -41,6 +42,7 @@ class StoredWeight:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    held_bytes: int | None = None
     role: str = ""
     reason: str = ""
     form: Format | None = None
@@ -74,7 +76,7 @@ class StoredWeight:
         dtype = self.dtype or torch.bfloat16
         dense = dtype.itemsize * torch.Size(self.shape).numel()
         if self.form is None:
-            return dense
+            return dense if self.held_bytes is None else self.held_bytes
         stored = empty(self.shape, self.block_dim, self.form, dtype, "meta")
         more = 0 if stored.global_scale is None else (self.num_global_scales - 1) * 4
         return stored.stored_bytes + more + dense * self.keeps_table

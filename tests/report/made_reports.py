@@ -56,7 +56,7 @@ def whole_report() -> Report:
         kept("ünï"),
         saved_bytes=10,
         saved_bytes_bf16=20,
-        weights=(("layers.0.up", 5, 10),),
+        weights=(("layers.0.up", 5, 10, 5),),
         pass_time_us=1.5,
         graph_breaks=2,
         cache="hit",

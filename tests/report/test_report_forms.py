@@ -94,7 +94,7 @@ def test_text_of_a_training_report():
             kept(kernel="aten.addmm"),
             saved_bytes=3 << 20,
             saved_bytes_bf16=4 << 20,
-            weights=(("layers.0.up", 100, 50),),
+            weights=(("layers.0.up", 100, 50, 100),),
             pass_time_us=12_300.0,
             graph_breaks=1,
             cache="miss",
@@ -235,14 +235,13 @@ def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str
     assert [*tmp_path.iterdir()] == []
 
 
-def test_report_estimates_the_bytes_of_weights_when_stored():
-    """Of 96·32 elements in BF16 to one byte each and one a block of 32."""
-    weights = (("up", 2 * 96 * 32, 2 * 96 * 32),)
+def test_report_has_the_bytes_of_weights_when_stored():
+    weights = (("up", 6144, 6144, 3168),)
     stored = "3.1 KiB as quantize_weights_ would store them"
     quantized = report(*training("up"), weights=weights)
     assert f"weights of linear layers: 6.0 KiB ({stored})\n" in str(quantized)
     assert stored in to_html(quantized)
-    assert "weights of linear layers: 6.0 KiB\n" in str(report(kept(), weights=weights))
+    assert "weights of linear layers: 6.0 KiB\n" in str(report(weights=(("up", 6144, 6144, 6144),)))
 
 
 def test_more_saved_bytes_than_in_bf16_give_a_warning():

@@ -209,12 +209,12 @@ def test_json_with_a_byte_order_mark_loads(tmp_path: Path):
 
 def test_json_arrays_are_checked_item_by_item():
     twins = ("h.1", (1, 12)), ("h.2", None)
-    part = Part(weights=(("fc.weight", 4096, 2),), twins=twins, histories=((3, 16),))
+    part = Part(weights=(("fc.weight", 4096, 2, 1),), twins=twins, histories=((3, 16),))
     data = json.loads(json.dumps(dataclasses.asdict(part)))
     assert schema.read(Part, data) == part
     data["weights"][0][1] = "4096"
     with pytest.raises(ValueError, match=r"weights\[0\]\[1\]: expected a whole number, found '4096'"):
         schema.read(Part, data)
     data["weights"] = [["fc.weight", 4096]]
-    with pytest.raises(ValueError, match=r"weights\[0\]: expected 3 items, found 2"):
+    with pytest.raises(ValueError, match=r"weights\[0\]: expected 4 items, found 2"):
         schema.read(Part, data)

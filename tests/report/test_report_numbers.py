@@ -37,14 +37,14 @@ def test_figures_of_parts_add_up_in_the_summary():
         gemms=(record(),),
         saved_bytes=1,
         saved_bytes_bf16=2,
-        weights=(("up", 3, 4),),
+        weights=(("up", 3, 4, 2),),
         pass_time_us=5.0,
         graph_breaks=1,
         cache="miss",
         warnings=("same",),
     )
     other = replace(
-        part, gemms=(kept(), kept()), weights=(("head", 3, 4),), warnings=("same", "new"), pass_time_us=6.0
+        part, gemms=(kept(), kept()), weights=(("head", 3, 4, 2),), warnings=("same", "new"), pass_time_us=6.0
     )
     assert merged(part, other) == Summary(
         target="sm_100",
@@ -55,6 +55,7 @@ def test_figures_of_parts_add_up_in_the_summary():
         saved_bytes_bf16=4,
         weight_bytes=6,
         weight_bytes_bf16=8,
+        weight_bytes_quantized=4,
         pass_time_us=11.0,
         graphs=2,
         graph_breaks=2,
@@ -137,7 +138,7 @@ def test_graphs_that_run_without_gradients_do_not_count_as_saving_nothing():
     ],
 )  # fmt: skip
 def test_text_shows_weight_bytes_with_a_unit(num_bytes: int, words: str):
-    assert f"weights of linear layers: {words}\n" in str(report(weights=(("up", num_bytes, num_bytes),)))
+    assert f"weights of linear layers: {words}\n" in str(report(weights=(("up", *[num_bytes] * 3),)))
 
 
 def test_a_graph_without_products_stands():

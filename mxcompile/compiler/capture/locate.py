@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from mxcompile.compiler.session.frames import Frame
-from mxcompile.models.names import WRAPPERS, GraphInput, HeldBy, joined, user_path, within
+from mxcompile.models.names import HELD_BYTES, WRAPPERS, GraphInput, HeldBy, joined, user_path, within
 from mxcompile.models.tree import Tree, unregistered
 from mxcompile.models.wrappers import plain_class
 
@@ -136,8 +136,10 @@ class Located:
         """Returns the description of input `value`, a parameter or buffer if it has a `path`."""
         if path is not None:
             others = tuple(other for other in self.tree.paths(value) if path and other != path)
-            is_parameter = isinstance(value, nn.Parameter)
-            return GraphInput(path=path, others=others, static=True, is_parameter=is_parameter)
+            is_parameter, held = isinstance(value, nn.Parameter), getattr(value, HELD_BYTES, None)
+            return GraphInput(
+                path=path, others=others, static=True, is_parameter=is_parameter, held_bytes=held
+            )
         if source is None or not isinstance(value, Tensor):
             return GraphInput()
         is_held = self._is_held(source)

@@ -34,7 +34,7 @@ from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.graph import pipeline as lowering
 from mxcompile.lowering.targets import CPU_FP32, Target
 from mxcompile.passes import pipeline as passes
-from mxcompile.passes.account import num_casts, saved_bytes, weight_bytes, wire_bytes
+from mxcompile.passes.account import num_casts, saved_bytes, wire_bytes
 from mxcompile.passes.compress import Compress
 from mxcompile.passes.delayed_scales import histories
 from mxcompile.passes.flatten import Flatten
@@ -42,6 +42,7 @@ from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
 from mxcompile.passes.watch import Site, sites
 from mxcompile.passes.watch import Watch as Watching
+from mxcompile.passes.weights import weight_bytes
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmRecord, Part
 from mxcompile.rules import layers_of, with_complaints
@@ -207,7 +208,7 @@ class Compilation:
             gemms=records(graph),
             outline=drawn,
             pass_time_us=(time.perf_counter() - start) * 1e6,
-            weights=weight_bytes(graph, self._count),
+            weights=weight_bytes(graph, self.capture.inputs, self._count),
             wire_bytes=gathers.forward,
             wire_bytes_bf16=gathers.forward_without,
             histories=histories(graph, len(self.capture.inputs)),

@@ -122,7 +122,7 @@ def _moved(part: Part, path: Callable[[str], str]) -> Part:
     return dataclasses.replace(
         part,
         gemms=_renamed(part.gemms, path),
-        weights=tuple((path(name), size, size_bf16) for name, size, size_bf16 in part.weights),
+        weights=tuple((path(row[0]), *row[1:]) for row in part.weights),
         outline=dataclasses.replace(part.outline, nodes=tuple(nodes)),
         prefix=path(part.prefix),
         twins=tuple((path(twin), block) for twin, block in part.twins),

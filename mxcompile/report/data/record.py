@@ -180,7 +180,8 @@ class Summary(Figures):
         policy: name of the policy.
         num_gemms: number of records.
         flop_share: quantized share of all matmul FLOPs, 0 to 1.
-        weight_bytes, weight_bytes_bf16: bytes of the weights of linear layers, as stored and in BF16.
+        weight_bytes, weight_bytes_bf16, weight_bytes_quantized: bytes of the weights of linear layers, as
+            stored, in BF16, and after `quantize_weights_`; 0 if unknown.
         graphs: number of compiled graphs.
         estimate_us, estimate_bf16_us: sums of the estimated times of all records, in µs.
         parameter_bytes: bytes of all parameters and buffers; only from `explain`, like the next two.
@@ -194,6 +195,7 @@ class Summary(Figures):
     flop_share: float = 0.0
     weight_bytes: int = _figure(0, "weights of linear layers", "bytes")
     weight_bytes_bf16: int = 0
+    weight_bytes_quantized: int = 0
     graphs: int = _figure(0, "graphs", "count", is_shown=False)
     estimate_us: float | None = _figure(None, "estimate", "µs", is_shown=False)
     estimate_bf16_us: float | None = None
@@ -208,12 +210,12 @@ class Part(Figures):
 
     prefix: path of the module that the graph was compiled for. twins: path and block of the other modules
     that run the same code. histories: index of each weight with a delayed scale, and the length of its
-    history. weights: (layer, stored bytes, BF16 bytes) of each weight of a linear layer. token: a part of the
-    cache keys under which Inductor stores the code of this graph.
+    history. weights: (layer, stored bytes, BF16 bytes, bytes after `quantize_weights_`) of each weight of a
+    linear layer. token: a part of the cache keys under which Inductor stores the code of this graph.
     """
 
     gemms: tuple[GemmRecord, ...] = ()
-    weights: tuple[tuple[str, int, int], ...] = ()
+    weights: tuple[tuple[str, int, int, int], ...] = ()
     outline: Outline = field(default_factory=Outline)
     prefix: str = ""
     twins: tuple[tuple[str, tuple[int, int] | None], ...] = ()

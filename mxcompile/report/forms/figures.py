@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from mxcompile.report.data.fold import Row
 from mxcompile.report.data.record import FIGURES, Summary
-from mxcompile.report.forms.words import UNITS, byte_count, stored_saving
+from mxcompile.report.forms.words import UNITS, byte_count
 
 
 class Card(NamedTuple):
@@ -22,7 +21,7 @@ class Card(NamedTuple):
         return f"{self.label}: {self.value}{f' ({self.note})' if self.note else ''}"
 
 
-def cards(summary: Summary, rows: Sequence[Row] = ()) -> Iterator[Card]:
+def cards(summary: Summary) -> Iterator[Card]:
     """Yields the figures of `summary` that are shown, without those that are 0 or unknown."""
     for name, figure in FIGURES.items():
         value, without = getattr(summary, name), getattr(summary, f"{name}_bf16", None)
@@ -30,7 +29,7 @@ def cards(summary: Summary, rows: Sequence[Row] = ()) -> Iterator[Card]:
             continue
         share, note = None, ""
         if name in _NOTES:
-            note = _NOTES[name](summary, rows)
+            note = _NOTES[name](summary)
         elif without and without != value:
             share = value / without
             note = f"{share:.0%} of {UNITS[figure.unit](without)} without mxcompile"
@@ -48,20 +47,17 @@ def differences(old: Summary, new: Summary) -> Iterator[str]:
             yield f"{figure.label}: {before} → {after}"
 
 
-def _weights_note(summary: Summary, rows: Iterable[Row]) -> str:
+def _weights_note(summary: Summary) -> str:
     """Returns the bytes of the weights in BF16, if they differ, and the bytes after `quantize_weights_`."""
     texts = []
     if summary.weight_bytes != summary.weight_bytes_bf16:
         texts.append(f"{byte_count(summary.weight_bytes_bf16)} in BF16")
-    saving = stored_saving(rows)
-    if 0 < saving < summary.weight_bytes_bf16 <= summary.weight_bytes:
-        texts.append(
-            f"{byte_count(summary.weight_bytes_bf16 - saving)} as quantize_weights_ would store them"
-        )
+    if 0 < summary.weight_bytes_quantized < summary.weight_bytes:
+        texts.append(f"{byte_count(summary.weight_bytes_quantized)} as quantize_weights_ would store them")
     return ", ".join(texts)
 
 
-def _memory_note(summary: Summary, _rows: Iterable[Row]) -> str:
+def _memory_note(summary: Summary) -> str:
     """Returns the parts of the peak memory of a step."""
     parts = [("parameters", summary.parameter_bytes or 0), ("gradients", summary.gradient_bytes or 0)]
     beside = (summary.peak_bytes or 0) - sum(number for _, number in parts)
@@ -71,7 +67,7 @@ def _memory_note(summary: Summary, _rows: Iterable[Row]) -> str:
     return ", ".join([*texts, *(["the optimizer not counted"] if summary.gradient_bytes else [])])
 
 
-_NOTES: dict[str, Callable[[Summary, Iterable[Row]], str]] = {
+_NOTES: dict[str, Callable[[Summary], str]] = {
     "weight_bytes": _weights_note,
     "peak_bytes": _memory_note,
 }

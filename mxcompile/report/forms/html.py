@@ -125,7 +125,7 @@ def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[Card]:
     yield Card(f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", share=s.flop_share)
     yield Card("matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "")
     yield Card("matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16")
-    yield from cards(s, rows)
+    yield from cards(s)
     yield Card("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break"))
     yield Card("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}")
 

@@ -130,7 +130,7 @@ def is_unknown(gemm: GemmRecord) -> bool:
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     """Returns the facts and warnings that the table of layers does not show, one sentence each."""
     model_dtype = main_dtype(gemm for row in rows for gemm in row.gemms)
-    sentences = [str(card) for card in cards(summary, rows)]
+    sentences = [str(card) for card in cards(summary)]
     if (summary.saved_bytes or 0) > (summary.saved_bytes_bf16 or 0) > 0:
         sentences.append(
             f"warning: more is kept for backward than in {model_dtype}: the copies for backward come on top"

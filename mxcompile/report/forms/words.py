@@ -8,7 +8,7 @@ from typing import Any
 
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Role
-from mxcompile.report.data.fold import Row, grouped
+from mxcompile.report.data.fold import grouped
 from mxcompile.report.data.record import STORED, GemmRecord, OperandFormat
 
 
@@ -114,16 +114,6 @@ def tokens_of(gemms: Iterable[GemmRecord]) -> int:
         if gemm.gemm == "fprop" and gemm.role in _PER_TOKEN and gemm.flops and (gemm.n, gemm.k) != (1, 1):
             rows[(gemm.batch or 0) * (gemm.m or 0)] += gemm.flops
     return max(rows, key=rows.__getitem__, default=0)
-
-
-def stored_saving(rows: Iterable[Row]) -> int:
-    """Returns the bytes that quantized layers save against BF16 if their weights are stored in MXFP8."""
-    return sum(
-        row.count * (gemm.batch or 1) * (2 * gemm.n * gemm.k - gemm.n * (gemm.k + -(-gemm.k // 32)))
-        for row in rows
-        for gemm in row.gemms
-        if gemm.gemm == "fprop" and gemm.formats and gemm.n and gemm.k
-    )
 
 
 def speedup(gemms: Sequence[GemmRecord]) -> float | None:
