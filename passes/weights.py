@@ -174,8 +174,8 @@ def _num_bytes(weight: fx.Node, inputs: Sequence[GraphInput], parts: Mapping[Any
     """
 
     def size(node: fx.Node) -> int:
-        held = getattr(graph_input(node, inputs), "held_bytes", None)
-        return bytes_of(tensor(node)) if held is None else held
+        num_bytes = getattr(graph_input(node, inputs), "held_bytes", None)
+        return bytes_of(tensor(node)) if num_bytes is None else num_bytes
 
     sources = {node for node in ancestors(weight) if node.op == "placeholder"}
     if weight not in sources and not all(parameter_path(node, inputs) for node in sources):

@@ -125,7 +125,7 @@ def test_fp8_weights_have_the_bytes_of_their_own_scales():
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_weights_of_torchao_have_the_bytes_of_their_parts(config: str):
     quantization = pytest.importorskip("torchao.quantization")
-    model, own = Block(), Block()
+    model, original = Block(), Block()
     quantization.quantize_(model, getattr(quantization, config)())
     names = ("gate.weight", "up.weight", "down.weight")
     table = mxcompile.quantize_weights_(model, args=(X,), progress=False)
@@ -141,5 +141,5 @@ def test_weights_of_torchao_have_the_bytes_of_their_parts(config: str):
         reports = mxcompile.reports()[-1], mxcompile.explain(model, X, policy="inference", training=False)
     for report in reports:
         assert report.summary.weight_bytes == report.summary.weight_bytes_quantized == sum(sizes)
-    dense = mxcompile.explain(own, X, training=False).summary.parameter_bytes
+    dense = mxcompile.explain(original, X, training=False).summary.parameter_bytes
     assert reports[1].summary.parameter_bytes == dense - 3 * 2 * 96 * 128 + sum(sizes)

@@ -136,9 +136,9 @@ class Located:
         """Returns the description of input `value`, a parameter or buffer if it has a `path`."""
         if path is not None:
             others = tuple(other for other in self.tree.paths(value) if path and other != path)
-            is_parameter, held = isinstance(value, nn.Parameter), getattr(value, HELD_BYTES, None)
+            is_parameter, num_bytes = isinstance(value, nn.Parameter), getattr(value, HELD_BYTES, None)
             return GraphInput(
-                path=path, others=others, static=True, is_parameter=is_parameter, held_bytes=held
+                path=path, others=others, static=True, is_parameter=is_parameter, held_bytes=num_bytes
             )
         if source is None or not isinstance(value, Tensor):
             return GraphInput()
