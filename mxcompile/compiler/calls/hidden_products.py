@@ -56,11 +56,7 @@ class HiddenProducts(TorchDispatchMode):
         self._alive: list[Any] = []  # freed memory would get the same identity again
         self._records: list[GemmRecord] = []
         self._refused: dict[str, str] = {}  # precision that the policy chose, by error line
-        self._weights = {
-            _storage(value): joined(outer, user_path(raw))
-            for outer, root in compilation.capture.tree.roots.items()
-            for raw, value in chain(root.named_parameters(), root.named_buffers())
-        }
+        self._weights: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs `func`. Stays active inside kernels of other libraries, to record their products."""
@@ -152,6 +148,12 @@ class HiddenProducts(TorchDispatchMode):
         """Runs `call`, and adds its products to the report as `gemm`."""
         self._gemm = gemm
         self._records.clear()  # records of a call that failed
+        models = {**self._compilation.capture.tree.roots}  # the models that are not freed, alive in this call
+        self._weights = {
+            _storage(value): joined(outer, user_path(raw))
+            for outer, root in models.items()
+            for raw, value in chain(root.named_parameters(), root.named_buffers())
+        }
         with self:
             result = call()
         self._compilation.add(self._records)
