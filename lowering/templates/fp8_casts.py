@@ -248,10 +248,12 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
     (fnuz,) = {copy.fnuz for copy in elements.values()}  # one kernel makes elements of one type
     stored = FNUZ[form.elem.dtype] if fnuz else form.elem.dtype
     seen = any(copy.part is CopyPart.LARGEST for copy in cast.copies)
-    shapes = {-1: [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], -2: [CeilDiv(m, BLOCK), n]}
+    shapes: dict[int, list[Any]] = {}
+    if is_blocked:
+        shapes = {-1: [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], -2: [CeilDiv(m, BLOCK), n]}
     results: dict[tuple[CopyPart, int], Spec] = {
         (CopyPart.ELEMENTS, not rows): ([m, n] if rows else [n, m], stored),
-        **{(CopyPart.SCALES, side): (shapes[side], _F32) for side in sides if is_blocked},
+        **{(CopyPart.SCALES, side): (shape, _F32) for side, shape in shapes.items() if side in sides},
     }
     if rows and columns:
         results[CopyPart.ELEMENTS, True] = ([n, m], stored)
