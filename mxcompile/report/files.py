@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
@@ -66,15 +67,15 @@ class Document:
         """Writes the result to `path` atomically.
 
         Args:
-            path: file whose suffix selects the form.
+            path: File, whose suffix selects the form.
 
         Raises:
-            OptionError: if the suffix is unknown or the file cannot be written.
+            OptionError: The suffix is unknown, or the file cannot be written.
         """
         save(path, self.form_of(path)(self), self.NOUN)
 
 
-class LoadedDocument(Document):
+class LoadedDocument(Document, ABC):
     """Base of results that are also read from JSON files, and shown as HTML in notebooks."""
 
     __slots__ = ()
@@ -85,20 +86,27 @@ class LoadedDocument(Document):
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
     @classmethod
+    @abstractmethod
     def from_json(cls, text: str) -> Self:
         """Returns the result that `to_json` wrote as `text`.
 
+        Args:
+            text: The JSON text.
+
         Raises:
-            OptionError: with the JSON path of the first fault.
+            OptionError: The text is not such a result. The error has the JSON path of the first fault.
         """
-        raise NotImplementedError
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Returns the result in the JSON file `path`.
+        """Returns the result in a JSON file.
+
+        Args:
+            path: The file.
 
         Raises:
-            OptionError: with the file and the JSON path of the first fault.
+            OptionError: The file cannot be read, or is not such a result. The error has the JSON path of the
+                first fault.
         """
         return load(path, cls.NOUN, cls.from_json)
 

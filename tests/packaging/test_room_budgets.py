@@ -47,7 +47,7 @@ BUDGETS = {
     "mxcompile/policy": 1_825,
     "mxcompile/policy/importers": 996,
     "mxcompile/ranks": 686,
-    "mxcompile/report": 1_090,
+    "mxcompile/report": 1_098,
     "mxcompile/report/data": 1_062,
     "mxcompile/report/forms": 1_127,
     "mxcompile/rules": 559,
