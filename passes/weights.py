@@ -168,9 +168,9 @@ def weight_bytes(
 
 
 def _num_bytes(weight: fx.Node, inputs: Sequence[GraphInput], parts: Mapping[Any, Sequence[fx.Node]]) -> int:
-    """Returns the bytes of all parts of an input, or of a computed weight's inputs if they are smaller.
+    """Returns the bytes of the tensors that store `weight`.
 
-    parts: the inputs of the graph by the tensor that they are parts of.
+    A computed weight counts as its inputs, if they are smaller than its value. parts: the inputs of the graph by the tensor that they are parts of.
     """
 
     def size(node: fx.Node) -> int:

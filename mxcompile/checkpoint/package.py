@@ -169,7 +169,7 @@ def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Returns the numbers of `tensor` as they lie, in one dimension unless they lie in order.
+    """Returns `tensor` if it is contiguous, else its whole range of memory in one dimension.
 
     The programs read them with the strides that they were compiled for.
     """

@@ -77,7 +77,7 @@ class FSDPGroup:
         return 1 if self.shards is None else int(self.shards.size())
 
     def is_reached(self, paths: Collection[str]) -> bool:
-        """Whether one of `paths` is of a module within the group's module, or of one of its parameters."""
+        """Whether `paths` has a module within the group's module, or one of the group's parameters."""
         parameters = {parameter.path for parameter in self.parameters}
         return any(path in parameters or within(path, self.path) for path in paths)
 
@@ -91,11 +91,11 @@ def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
 
 
 def prefetched(groups: Sequence[FSDPGroup], reached: Collection[str]) -> dict[str, str]:
-    """Returns the paths of the groups that FSDP2 gathers in backward, but that backward does not reach.
+    """Returns the path of the frozen group that FSDP2 prefetches in a group's backward, by the group's path.
 
-    FSDP2 prefetches the group whose forward ended before; the keys are the paths of the groups after these.
-    groups: in module order, which is taken for the order of forward. reached: paths of the groups that
-    backward reaches.
+    During the backward of a group, FSDP2 gathers the group whose forward ended before it. It does so even if
+    backward never reaches that group. groups: in module order, which is taken for the order of forward.
+    reached: paths of the groups that backward reaches.
     """
     ended: list[str] = []
     running: list[str] = []
