@@ -170,7 +170,8 @@ def weight_bytes(
 def _num_bytes(weight: fx.Node, inputs: Sequence[GraphInput], parts: Mapping[Any, Sequence[fx.Node]]) -> int:
     """Returns the bytes of the tensors that store `weight`.
 
-    A computed weight counts as its inputs, if they are smaller than its value. parts: the inputs of the graph by the tensor that they are parts of.
+    A computed weight counts as its inputs, if they are smaller than its value. parts: the inputs of the graph
+    by the tensor that they are parts of.
     """
 
     def size(node: fx.Node) -> int:
